@@ -15,7 +15,7 @@ from typing import Any
 MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed")
 # characters of arguments in a table of names
 LONGEST = 40
-COMMANDS = ("demo", "info", "tune", "analyze", "serve-check", "convert")
+COMMANDS = ("demo", "info", "tune", "analyze", "serve-check")
 
 
 @functools.cache

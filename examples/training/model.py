@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.integrations.transformers import sparsify
+from twell.nn import SparseGatedMLP
 from twell.testing import PAPER_MODELS
 
 from .data import Tokens
@@ -59,10 +60,9 @@ AttentionInterface.register("causal", causal_attention)
 def configuration(shape: Shape, sequence: int, end: int, activation: str = "relu") -> Any:
     """The configuration of Transformers; ``end`` is the end-of-document token.
 
-    ``activation`` "relu" is the sparse model, "silu" a stock Llama.
+    ``activation`` "relu" is that of the sparse model, "silu" of one that stays dense.
     """
-    kind = SparseLlamaConfig if activation == "relu" else LlamaConfig
-    return kind(
+    return LlamaConfig(
         hidden_act=activation,
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
@@ -85,20 +85,15 @@ def build(
     config._attn_implementation = "causal"
     torch.manual_seed(seed)
     with torch.device(device):
-        model = _class(activation)(config)
-    if is_sparse(model):
-        for layer in model.model.layers:
-            layer.mlp.strategy = strategy
+        model = LlamaForCausalLM(config)
+    if activation == "relu":
+        sparsify(model, strategy=strategy)  # type: ignore[arg-type]
     return model.train()
-
-
-def _class(activation: str) -> Any:
-    return SparseLlamaForCausalLM if activation == "relu" else LlamaForCausalLM
 
 
 def is_sparse(model: Any) -> bool:
     """Whether the FFNs are twell's, not those of a stock Llama."""
-    return isinstance(model, SparseLlamaForCausalLM)
+    return any(isinstance(module, SparseGatedMLP) for module in model.modules())
 
 
 def prepare(model: Any, dtype: torch.dtype, compiled: bool, checkpointed: bool) -> None:
@@ -141,7 +136,7 @@ def export(
 ) -> None:
     """Write ``weights`` and the tokenizer to a folder for ``from_pretrained`` of Transformers."""
     with torch.device("meta"):
-        model = _class(activation)(configuration(shape, sequence, tokens.end, activation))
+        model = LlamaForCausalLM(configuration(shape, sequence, tokens.end, activation))
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     logging.disable_progress_bar()

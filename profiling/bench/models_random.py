@@ -123,9 +123,12 @@ def profile(layers: int, mean: float) -> list[float]:
 
 def build(shape: LlamaSizes, sequence: int, device: torch.device) -> Any:
     """A bfloat16 model of these sizes in evaluation mode, its FFNs dense, before ``draw``."""
-    from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = SparseLlamaConfig(
+    from twell.integrations.transformers import sparsify
+
+    config = LlamaConfig(
+        hidden_act="relu",
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.neurons,
@@ -136,10 +139,9 @@ def build(shape: LlamaSizes, sequence: int, device: torch.device) -> Any:
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
-        sparsity_strategy="dense",
     )
     with torch.device(device):
-        model = SparseLlamaForCausalLM(config)
+        model = sparsify(LlamaForCausalLM(config), strategy="dense")
     cast(model, torch.bfloat16)
     return model.eval()
 

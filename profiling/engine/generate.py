@@ -160,8 +160,7 @@ def _stock(model: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     content = model.config.to_dict()
-    # SparseLlama and SparseQwen2 name their base in their model type
-    kind = content.pop("model_type").removeprefix("sparse_")
+    kind = content.pop("model_type")
     config = AutoConfig.for_model(
         kind, **content | {"hidden_act": "relu", "architectures": None, "tie_word_embeddings": False}
     )

@@ -57,9 +57,12 @@ def make(name: str, text: list[Path], device: str, nnz: float | None = None) -> 
 
 def draw(drawn: Drawn, device: str, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:
     """A model of random weights in bfloat16, and ids of its prompts by their length."""
-    from twell.integrations.transformers import SparseLlamaConfig, SparseLlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = SparseLlamaConfig(
+    from twell.integrations.transformers import sparsify
+
+    config = LlamaConfig(
+        hidden_act="relu",
         vocab_size=drawn.vocab,
         hidden_size=drawn.hidden,
         intermediate_size=drawn.neurons,
@@ -69,10 +72,9 @@ def draw(drawn: Drawn, device: str, nnz: float | None = None) -> tuple[Any, dict
         bos_token_id=None,
         eos_token_id=None,
         tie_word_embeddings=True,
-        sparsity_strategy="dense",
     )
     with torch.device(device):
-        model = SparseLlamaForCausalLM(config)
+        model = sparsify(LlamaForCausalLM(config), strategy="dense")
     models_random.cast(model, torch.bfloat16)
     pattern = models_random.Pattern(nnz or 29 / testing.PAPER_NEURONS * drawn.neurons)
     shape = models_random.LlamaSizes("", *drawn[:4], drawn.vocab)

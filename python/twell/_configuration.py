@@ -34,7 +34,7 @@ _GATED = "gated-"
 # Activations that no stock class of transformers has.
 OWN = ("drelu", "fatrelu")
 
-# What a configuration of the sparse classes may name besides ReLU. They apply ReLU whatever other activation it names.
+# What a configuration of a sparse model may name besides ReLU. It applies ReLU whatever other activation it names.
 OF_SPARSE = ("relu2", *OWN)
 
 # Key of configurations with the threshold of "fatrelu", as MiniCPM-S has it.
@@ -97,11 +97,9 @@ def keys_naming(config: Any, activations: Container[str]) -> list[Key]:
 def as_stock(config: Any) -> Own | None:
     """Name ReLU in a configuration whose activation its class does not have; return what it named, or None.
 
-    Stock classes do not have ``OWN``, the sparse ones ``OF_SPARSE``. Raises ValueError for two such activations, and
-    for FATReLU without a threshold.
+    Raises ValueError for two such activations, and for FATReLU without a threshold.
     """
-    sparse = any(name.startswith("Sparse") for name in config.architectures or ())
-    found = keys_naming(config, OF_SPARSE if sparse else OWN)
+    found = keys_naming(config, OWN)
     if not found:
         return None
     named = {(key.read(config), getattr(key.part(config), THRESHOLD_KEY, None)) for key in found}

@@ -46,11 +46,6 @@ def _described(model: Any) -> Iterator[None]:
     config = model.config
     stated = getattr(config, "quantization_config", None)
     weights = {name: weight for name, weight in _weights(model).items() if weight.dtype == E4M3}
-    if weights and type(config).__module__.startswith("twell."):
-        raise NotImplementedError(
-            "save_pretrained: files of a class of twell hold weights of 16 or 32 bits, got layers in e4m3: `twell "
-            "convert` the files to the stock class, load and quantise that"
-        )
     if stated is not None and (weights or _differ(model, stated)):
         raise NotImplementedError(
             "save_pretrained: weights must be stored as the configuration says, got layers of twell with others in "

@@ -42,7 +42,7 @@ from twell.ops.library import no_view
 __all__ = ["SparseMLPParallel", "tensor_parallel_plan"]
 
 # HF models whose attention takes the number of heads from its projections, not its configuration.
-_BY_HEAD_DIM = ("llama", "mistral", "qwen2", "qwen3", "sparse_llama", "sparse_qwen2")
+_BY_HEAD_DIM = ("llama", "mistral", "qwen2", "qwen3")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 

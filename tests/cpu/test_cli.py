@@ -35,7 +35,7 @@ def test_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_alone_it_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
     printed = capsys.readouterr().err
-    assert all(f"\n    {name} " in printed for name in ("demo", "analyze", "convert", "tune", "info"))
+    assert all(f"\n    {name} " in printed for name in ("demo", "analyze", "tune", "info"))
 
 
 def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +63,15 @@ def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def deep_configuration(folder: Path) -> list[object]:
     (folder / "config.json").write_text("[" * 100_000)
-    return ["convert", folder, folder.parent / "out"]
+    return ["serve-check", folder]
 
 
 def odd_index(folder: Path) -> list[object]:
-    (folder / "config.json").write_text('{"model_type": "llama", "hidden_act": "relu"}')
+    architecture = '"architectures": ["LlamaForCausalLM"]'
+    (folder / "config.json").write_text(f'{{"model_type": "llama", "hidden_act": "relu", {architecture}}}')
     (folder / "model.safetensors.index.json").write_text('{"metadata": 5, "weight_map": {"x": "a.safetensors"}}')
     (folder / "a.safetensors").touch()
-    return ["convert", folder, folder.parent / "out"]
+    return ["serve-check", folder]
 
 
 def closed_folder(folder: Path) -> list[object]:

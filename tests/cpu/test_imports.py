@@ -65,7 +65,7 @@ twell: recipe distributed
 twell: integrations
 twell: testing
 # the command twell
-twell: commands.__init__ commands.request commands.checkpoint_files
+twell: commands.__init__ commands.request
 twell: commands.saved_model
 twell: commands.sparsity
 twell: commands.experts
@@ -73,7 +73,7 @@ twell: commands.prediction
 twell: commands.demo commands.timing
 twell: commands.analyze commands.analyze_experts commands.analyze_plots
 twell: commands.serve_check commands.tune
-twell: commands.convert commands.info
+twell: commands.info
 twell: commands.cli
 twell: __main__
 """
@@ -337,7 +337,7 @@ def test_errors_of_the_command_line_come_soon() -> None:
     code = """
 import contextlib, io
 from twell.commands.cli import main
-for arguments in (["analyze", "/no/where", "--text", "/no"], ["convert", "/no/where", "/no/out"]):
+for arguments in (["analyze", "/no/where", "--text", "/no"], ["serve-check", "/no/where"]):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert main(arguments) == 2
     assert "no such" in said.getvalue(), said.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -111,9 +112,6 @@ def test_headers_are_read_as_they_stand(tmp_path: Path) -> None:
     data = path.read_bytes()
     stored = header.tensors["a é"]
     assert data[stored.start : stored.stop] == b"\x80\x3f\x80\x3f"
-    start = min(each.start for each in header.tensors.values())
-    again = [(n, e.dtype, e.shape, e.start - start, e.stop - start) for n, e in header.tensors.items()]
-    assert layouts.header_bytes(header.metadata, again) == data[:start]
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text", "overlap"])
@@ -121,7 +119,9 @@ def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(4, 4)}, path)
     data = path.read_bytes()
-    overlap = layouts.header_bytes(None, [("a", "F32", (4,), 0, 16), ("b", "F32", (4,), 8, 24)]) + bytes(24)
+    named = {name: {"dtype": "F32", "shape": [4], "data_offsets": [at, at + 16]} for name, at in (("a", 0), ("b", 8))}
+    text = json.dumps(named).encode()
+    overlap = len(text).to_bytes(8, "little") + text + bytes(24)
     path.write_bytes({"empty": b"", "cut": data[:-1], "text": b"hello world", "overlap": overlap}[damage])
     with pytest.raises(ValueError, match="must be a safetensors file, got"):
         layouts.read_header(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import io
 import json
@@ -24,7 +23,7 @@ import twell
 from tests.cpu import float8_models, saved_models, test_experts_transformers
 from twell import float8
 from twell._sparsify.quantised import Float8Down
-from twell.commands import analyze, convert
+from twell.commands import analyze
 from twell.integrations import experts as stacked
 from twell.integrations import float8_layouts
 from twell.integrations import transformers as twell_hf
@@ -309,19 +308,12 @@ def of_files(layout: str, part: str, more: bool = False) -> Any:
     return made
 
 
-def of_a_class_of_twell(folder: Path) -> Any:
-    twell_hf.sparsify(float8_models.build()).save_pretrained(folder)
-    model = twell_hf.SparseLlamaForCausalLM.from_pretrained(folder, dtype=BF16)
-    return twell.quantize_(model.model.layers) and model
-
-
 @pytest.mark.parametrize(
     ("build", "why"),
     [
         *((of_files(*which), "the files that the model was loaded from") for which in (("fp8", ""), ("fp8", "model"))),
         (of_files("fp8 block", "model"), "weights must be stored as the configuration says"),
         (of_files("fp8 block", "", True), "weights must be stored as the configuration says"),
-        (of_a_class_of_twell, "files of a class of twell hold weights of 16 or 32 bits"),
     ],
 )
 def test_models_that_are_not_saved(build: Any, why: str, on_a_gpu: None, tmp_path: Path) -> None:
@@ -408,8 +400,6 @@ def test_e4m3_without_scales_is_refused() -> None:
 @pytest.mark.parametrize("layout", ["fp8", "modelopt"])
 def test_load(on_a_gpu: None, tmp_path: Path, layout: str) -> None:
     folder = float8_models.save(tmp_path / "model", layout)
-    with pytest.raises(ValueError, match="sparse_llama: files must have weights of 16 or 32 bits, got quantised ones"):
-        twell_hf.SparseLlamaForCausalLM.from_pretrained(folder)
     if layout == "modelopt":
         with pytest.raises(
             ValueError, match=r"got model\.layers.*weight_scale and 13 more that transformers leaves out"
@@ -428,21 +418,3 @@ def test_analyze(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "Files by fp8, whose weights were dequantised: figures and times are of layers in 16 bits" in out
     assert "Mean over layers: " in out
-
-
-def test_convert(tmp_path: Path) -> None:
-    folder = float8_models.save(tmp_path / "model", "dynamic")
-
-    def converted(*options: str) -> dict[str, Tensor]:
-        parser = argparse.ArgumentParser()
-        convert.add_arguments(parser)
-        convert.run(parser.parse_args([str(folder), str(tmp_path / "out"), *options]))
-        return load_file(tmp_path / "out" / "model.safetensors")
-
-    with pytest.raises(ValueError, match="sparse_llama: expected weights of 16 or 32 bits, got a quantization_config"):
-        converted("--model-type", "sparse_llama")
-    before, after = load_file(folder / "model.safetensors"), converted("--model-type", "llama")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(t.float(), after[name].float()) for name, t in before.items())
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert float8_layouts.how(written, "model.layers.0.mlp.up_proj") == float8_layouts.Scheme("row")

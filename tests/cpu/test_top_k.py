@@ -26,8 +26,6 @@ def layer(p: testing.FFN, k: int, **options: Any) -> Any:
     return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), **how)
 
 
-
-
 def test_kernels_find_the_gates_before_they_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = install(monkeypatch)
     p = problem(300)

@@ -47,7 +47,7 @@ def test_learns_and_exports(run: Callable[..., int], text: Path, tmp_path: Path,
 
     exported = tmp_path / "out" / "final"
     loaded = AutoModelForCausalLM.from_pretrained(exported)
-    assert type(loaded).__name__ == "SparseLlamaForCausalLM"
+    assert type(loaded).__name__ == "LlamaForCausalLM"
     tokenizer = AutoTokenizer.from_pretrained(exported)
     document = next(Source((text,)).documents())
     ids = torch.tensor([tokenizer(document).input_ids[:32]])
@@ -210,7 +210,7 @@ def test_shapes_have_the_sizes_of_their_names() -> None:
     for name, shape in model.SHAPES.items():
         config = model.configuration(shape, 2048, 0)
         with torch.device("meta"):
-            built = model.SparseLlamaForCausalLM(config)
+            built = model.LlamaForCausalLM(config)
         size = sum(p.numel() for p in built.parameters()) / 1e6
         expected = float(name[:-1]) * (1000 if name.endswith("B") else 1)
         assert size == pytest.approx(expected, rel=0.07), name
@@ -285,7 +285,7 @@ def test_indivisible_sizes_are_refused(monkeypatch: Any) -> None:
     monkeypatch.setattr(parallel, "tensor_parallel_plan", plan)
     here = parallel.World(0, 2, "tp", torch.device("cpu"))
     with pytest.raises(RequestError, match="--parallel tp: the number of heads of q_proj must be a multiple"):
-        parallel.spread(None, here, torch.float32)
+        parallel.spread(torch.nn.Identity(), here, torch.float32)
 
 
 @pytest.mark.nightly

@@ -22,16 +22,9 @@ from twell import recipe  # noqa: E402
 from twell._configuration import follow  # noqa: E402
 from twell._sparsify import layers  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
-from twell.integrations.transformers import (  # noqa: E402
-    SparseLlamaConfig,
-    SparseLlamaForCausalLM,
-    SparseQwen2Config,
-    SparseQwen2ForCausalLM,
-    load,
-    name_activation,
-    sparsify,
-)
-from twell.nn import SparseGatedMLP, SparseMLP  # noqa: E402
+from twell.integrations import transformers as integration  # noqa: E402
+from twell.integrations.transformers import load, name_activation, sparsify  # noqa: E402
+from twell.nn import SparseMLP  # noqa: E402
 
 BF16 = torch.bfloat16
 K, N, VOCABULARY = 32, 72, 61
@@ -65,23 +58,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "opt-base": ("OPTConfig", "OPTModel", _OPT),
 }
 EACH = pytest.mark.parametrize("name", MODELS)
-PAIRS = {
-    "llama": (SparseLlamaConfig, SparseLlamaForCausalLM, "LlamaConfig", "LlamaForCausalLM"),
-    "qwen2": (SparseQwen2Config, SparseQwen2ForCausalLM, "Qwen2Config", "Qwen2ForCausalLM"),
-}
-BOTH = pytest.mark.parametrize("pair", PAIRS)
 
 
 def stock(name: str, seed: int = 0, **changes: Any) -> Any:
     config, cls, fields = MODELS[name]
     torch.manual_seed(seed)
     return getattr(transformers, cls)(getattr(transformers, config)(**{**fields, **changes})).eval()
-
-
-def sparse(pair: str, seed: int = 0, **changes: Any) -> Any:
-    config, cls, *_ = PAIRS[pair]
-    torch.manual_seed(seed)
-    return cls(config(**{**_LLAMA, **changes})).eval()
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
@@ -142,17 +124,11 @@ def test_same_logits_and_gradients(name: str) -> None:
         ("llama", "drelu", 0),
         ("opt", "relu2", 0),
         ("FalconForCausalLM", "fatrelu", 0.25),
-        ("own", "relu2", 0),
-        # the paper's checkpoints name another activation than they have, but none of these
-        ("paper", "drelu", 0),
-        ("paper", "fatrelu", 0.25),
     ],
 )
 def test_every_activation_is_saved_and_loaded(kind: str, activation: Any, threshold: float, tmp_path: Path) -> None:
     key = {"opt": "activation_function", "FalconForCausalLM": "activation"}.get(kind, "hidden_act")
-    if kind in ("own", "paper"):
-        model = sparse("llama", **({"sparsity_gated_mlp": True} if kind == "paper" else {}))
-    elif kind == "FalconForCausalLM":
+    if kind == "FalconForCausalLM":
         model = sparsify(tiny(kind, activation="relu"))
     else:
         model = sparsify(stock(kind, **{key: "silu"}), activation="relu")
@@ -170,10 +146,6 @@ def test_every_activation_is_saved_and_loaded(kind: str, activation: Any, thresh
     # and once more, from what was loaded
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(out(load(tmp_path / "again").eval()), out(loaded))
-    if kind in ("own", "paper"):
-        message = f'hidden_act must be "relu", got {activation!r}, which .*transformers.load'
-        with pytest.raises(ValueError, match=message):
-            SparseLlamaForCausalLM.from_pretrained(tmp_path)
 
 
 def test_an_activation_that_no_configuration_can_name_is_refused(tmp_path: Path) -> None:
@@ -499,14 +471,13 @@ def test_a_moving_threshold_is_never_saved_as_another_model(wrapped: bool, tmp_p
 
 
 def test_load_takes_what_from_pretrained_takes_and_settings_of_layers(tmp_path: Path) -> None:
-    sparse("llama", sparsity_strategy="row", sparsity_compression=2).save_pretrained(tmp_path / "own")
+    stock("llama", sparsity_strategy="row", sparsity_compression=2).save_pretrained(tmp_path / "own")
     sparsify(stock("llama"), activation="drelu").save_pretrained(tmp_path / "down" / "stock")
     model = load(tmp_path / "down", subfolder="stock", dtype=BF16, local_files_only=True)
     assert {layer.activation for layer in layers(model).values()} == {"drelu"}
     assert model.dtype == BF16
     for folder, settings in (("own", ("row", 2)), ("down/stock", ("auto", 8))):
         model = load(tmp_path / folder)
-        assert (type(model) is SparseLlamaForCausalLM) == (folder == "own")
         assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {settings}
         model = load(tmp_path / folder, strategy="union", compression=4)
         assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {("union", 4)}
@@ -523,7 +494,6 @@ def test_load_takes_what_from_pretrained_takes_and_settings_of_layers(tmp_path: 
 def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
     stock("llama", hidden_act="silu").save_pretrained(tmp_path / "silu")
     tiny("T5ForConditionalGeneration").save_pretrained(tmp_path / "t5")
-    store(stock("llama"), tmp_path / "rows", transposed=True, sparsity_down_layout="rows")
     # its decoder alone would have new embeddings
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": N, "decoder_ffn_dim": N, "d_model": K}
     tiny("PegasusForConditionalGeneration", **sizes).save_pretrained(tmp_path / "pegasus")
@@ -531,7 +501,6 @@ def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
         ("silu", "must apply ReLU, got SiLU"),
         ("t5", "load: the model must be a causal one, got 't5' in"),
         ("pegasus", "load: the model must be a causal one, got 'pegasus' in"),
-        ("rows", r"as nn\.Linear has them, got rows in .*: use SparseLlamaForCausalLM"),
     ):
         with pytest.raises(ValueError, match=message):
             load(tmp_path / folder)
@@ -547,88 +516,6 @@ def stored(folder: Path) -> dict[str, Tensor]:
     return {key: t for file in folder.glob("*.safetensors") for key, t in safetensors_torch.load_file(file).items()}
 
 
-# SparseLlamaForCausalLM and SparseQwen2ForCausalLM
-
-
-@BOTH
-def test_fields_and_weights_of_a_seed(pair: str) -> None:
-    config = PAIRS[pair][0]()
-    assert (config.hidden_act, config.sparsity_strategy, config.sparsity_compression) == ("relu", "auto", 8)
-    model, theirs = sparse(pair, sparsity_strategy="row", sparsity_compression=2), stock(pair)
-    state = model.state_dict()
-    assert list(state) == list(theirs.state_dict())
-    assert all(torch.equal(state[key], value) for key, value in theirs.state_dict().items())
-    assert {(m.strategy, m.compression) for m in layers(model).values()} == {("row", 2)}
-    with pytest.raises(ValueError, match=r'hidden_act must be "relu", got \'silu\'.*2310\.04564'):
-        sparse(pair, hidden_act="silu")
-    with pytest.raises(ValueError, match="sparsity_strategy must be"):
-        sparse(pair, sparsity_strategy="quick")
-    with pytest.raises(TypeError, match="sparsity_invariant must be True or False, got"):
-        sparse(pair, sparsity_invariant="false")
-    assert "layers.*.self_attn.q_proj" in config.base_model_tp_plan
-    assert not [key for key in config.base_model_tp_plan if "mlp" in key]
-    with pytest.raises(
-        TypeError, match=rf"config must be a {type(config).__name__}, got {type(theirs.config).__name__}"
-    ):
-        PAIRS[pair][1](theirs.config)
-    remade = type(config)(**theirs.config.to_dict())
-    assert remade.model_type == remade.to_dict()["model_type"] == f"sparse_{pair}"
-    assert (remade.hidden_size, remade.intermediate_size, remade.sparsity_strategy) == (K, N, "auto")
-
-
-@pytest.mark.parametrize(("pair", "shard", "dtype"), [("qwen2", "5GB", torch.float32), ("llama", "10KB", BF16)])
-def test_round_trip(pair: str, shard: str, dtype: torch.dtype, tmp_path: Path, quiet: pytest.LogCaptureFixture) -> None:
-    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
-    model = cast(sparse(pair, sparsity_strategy="row"), dtype)
-    model.save_pretrained(first, max_shard_size=shard)
-    files = sorted(path.name for path in first.glob("*.safetensors"))
-    assert (len(files) > 1) == (shard == "10KB")
-    assert all(t.shape == (K, N) for key, t in stored(first).items() if "down_proj" in key)
-    config = json.loads((first / "config.json").read_text())
-    expected = {"model_type": f"sparse_{pair}", "hidden_act": "relu", "sparsity_strategy": "row"}
-    assert config.items() >= {**expected, "sparsity_down_layout": "linear"}.items()
-
-    again = PAIRS[pair][1].from_pretrained(first, dtype=dtype)
-    auto = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=dtype)
-    assert not [r for r in quiet.records if "model of type" in r.getMessage()]
-    dense = getattr(transformers, PAIRS[pair][3]).from_pretrained(first, dtype=dtype)
-    for other in (again, auto):
-        assert type(other) is PAIRS[pair][1]
-        assert stored_as_linear(other)
-        assert not other.training
-        assert {m.strategy for m in layers(other).values()} == {"row"}
-        with torch.no_grad():
-            assert torch.equal(out(other), out(model))
-    assert type(dense.model.layers[0].mlp).__name__.endswith("MLP")
-
-    again.save_pretrained(second, max_shard_size=shard)
-    dense.save_pretrained(third, max_shard_size=shard)
-    for file in files:
-        # transformers 5 spreads what it has loaded over shards in another order
-        assert (second / file).read_bytes() == (third / file).read_bytes()
-        assert shard == "10KB" or (second / file).read_bytes() == (first / file).read_bytes()
-    before, after = stored(first), stored(second)
-    assert before.keys() == after.keys()
-    assert all(before[key].dtype == dtype and torch.equal(before[key], after[key]) for key in before)
-
-
-@BOTH
-def test_stock_files_load(pair: str, tmp_path: Path, quiet: pytest.LogCaptureFixture) -> None:
-    dense = stock(pair)
-    dense.save_pretrained(tmp_path)
-    ours, info = PAIRS[pair][1].from_pretrained(tmp_path, output_loading_info=True, device_map="cpu")
-    assert not [r for r in quiet.records if r.levelno >= logging.WARNING]
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert stored_as_linear(ours)
-    assert torch.equal(out(ours), out(dense))
-    silu = tmp_path / "silu"
-    stock(pair, hidden_act="silu").save_pretrained(silu)
-    with pytest.raises(ValueError, match="hidden_act must be \"relu\", got 'silu'"):
-        PAIRS[pair][1].from_pretrained(silu)
-    assert torch.equal(out(PAIRS[pair][1].from_pretrained(silu, hidden_act="relu")), out(dense))
-
-
 def test_a_sparsified_model_writes_stock_files(tmp_path: Path) -> None:
     for name in ("llama", "opt"):
         dense, folder = stock(name), tmp_path / name
@@ -641,26 +528,27 @@ def test_a_sparsified_model_writes_stock_files(tmp_path: Path) -> None:
         )
 
 
+# Files of twell 0.3 and of the paper's code
+
+
 def store(
     model: Any,
     folder: Path,
     *,
     transposed: bool,
     shards: int = 1,
-    metadata: bool = False,
     pickled: bool = False,
+    marker: str = "",
     **fields: Any,
 ) -> Path:
-    """A folder in the format of the paper's code: the stock model's model_type, and keys of its own."""
+    """A folder with the weights of a stock model, the down weights transposed or not, and other keys in config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: t.clone().contiguous() for key, t in model.state_dict().items()}
     for key in state:
         if transposed and key.endswith("down_proj.weight"):
             state[key] = state[key].t().contiguous()
-    content = {**model.config.to_dict(), **fields}
-    content["model_type"] = content["model_type"].removeprefix("sparse_")
-    (folder / "config.json").write_text(json.dumps(content))
-    marks = {"format": "pt", **({layouts.LAYOUT_KEY: "rows"} if metadata else {})}
+    (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), **fields}))
+    marks = {"format": "pt", **({layouts.LAYOUT_KEY: marker} if marker else {})}
     if pickled:
         torch.save(state, folder / "pytorch_model.bin")
     elif shards == 1:
@@ -678,139 +566,162 @@ def store(
     return folder
 
 
+def of_0_3(kind: str, **more: Any) -> dict[str, Any]:
+    """The keys that version 0.3 wrote for its sparse classes."""
+    architecture = MODELS[kind][1]
+    own = {"model_type": f"sparse_{kind}", "architectures": [f"Sparse{architecture}"], "sparsity_strategy": "row"}
+    return own | {"sparsity_compression": 2, "sparsity_down_layout": "linear"} | more
+
+
 PAPER = {
     "sparsity_gated_mlp": True,
     "sparsity_l1_coeff": 2e-5,
     "sparsity_new_intermediate_size": N,
     "sparsity_use_hybrid_kernel": True,
     "hidden_act": "silu",
+    "intermediate_size": 4 * N,
+    "auto_map": {"AutoModelForCausalLM": "theirs.Theirs"},
 }
 
 
+@pytest.mark.parametrize(("kind", "shards", "dtype"), [("qwen2", 1, torch.float32), ("llama", 3, BF16)])
+def test_files_of_0_3(kind: str, shards: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    dense = cast(stock(kind), dtype)
+    folder = store(dense, tmp_path / "old", transposed=False, shards=shards, **of_0_3(kind))
+    model = load(folder)
+    assert (type(model), model.dtype) == (type(dense), dtype)
+    assert stored_as_linear(model)
+    assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {("row", 2)}
+    assert torch.equal(out(model), out(sparsify(copy.deepcopy(dense), strategy="row")))
+    # what it writes are files of the stock class
+    model.save_pretrained(tmp_path / "new")
+    content = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (content["model_type"], content["architectures"]) == (kind, [type(dense).__name__])
+    assert layouts.LAYOUT_KEY not in content
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
+    assert not layers(again)
+    assert torch.equal(out(again), out(dense))
+    assert {layer.strategy for layer in layers(load(tmp_path / "new")).values()} == {"row"}
+
+
 @pytest.mark.parametrize(
-    ("pair", "transposed", "shards", "pickled", "dtype"),
+    ("kind", "own_type", "transposed", "shards", "pickled", "dtype"),
     [
-        ("llama", False, 1, False, None),
-        ("qwen2", True, 3, False, BF16),
-        ("llama", True, 1, True, None),
-        ("qwen2", False, 1, True, BF16),
+        ("llama", True, False, 1, False, None),
+        ("qwen2", False, True, 3, False, BF16),
+        ("llama", False, True, 1, True, None),
+        ("qwen2", True, False, 1, True, BF16),
     ],
 )
 def test_checkpoints_of_the_paper(
-    pair: str, transposed: bool, shards: int, pickled: bool, dtype: Any, tmp_path: Path, quiet: pytest.LogCaptureFixture
+    kind: str,
+    own_type: bool,
+    transposed: bool,
+    shards: int,
+    pickled: bool,
+    dtype: Any,
+    tmp_path: Path,
+    quiet: pytest.LogCaptureFixture,
 ) -> None:
-    dense = stock(pair)
-    fields = {**PAPER, "intermediate_size": 4 * N}
+    dense = stock(kind)
+    fields = PAPER | ({"model_type": f"{kind}_sparse_relu", "architectures": ["Theirs"]} if own_type else {})
     folder = store(dense, tmp_path, transposed=transposed, shards=shards, pickled=pickled, **fields)
-    loaded = PAIRS[pair][1].from_pretrained(folder, **({} if dtype is None else {"dtype": dtype}))
-    assert not [r for r in quiet.records if r.levelno >= logging.WARNING]
+    loaded = load(folder, **({} if dtype is None else {"dtype": dtype}))
+    assert not [r for r in quiet.records if r.levelno >= logging.WARNING and r.name.startswith("transformers")]
     assert stored_as_linear(loaded)
-    assert loaded.config.hidden_act == "relu"
-    assert loaded.config.intermediate_size == N
+    assert (loaded.config.hidden_act, loaded.config.intermediate_size) == ("relu", N)
     assert loaded.config.sparsity_l1_coeff == 2e-5
     assert loaded.dtype == (dtype or torch.float32)
     cast(dense, loaded.dtype)
     assert all(torch.equal(t, dense.state_dict()[key]) for key, t in loaded.state_dict().items())
     with torch.no_grad():
         torch.testing.assert_close(out(loaded), out(dense), rtol=0.1, atol=0.0 if dtype is None else 0.1)
-
     # over the very files that the weights came from
     loaded.save_pretrained(folder)
-    again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=loaded.dtype)
-    assert type(again) is PAIRS[pair][1]
-    assert layouts.LAYOUT_KEY in json.loads((folder / "config.json").read_text())
-    with torch.no_grad():
-        assert torch.equal(out(again), out(loaded))
+    for again in (transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=loaded.dtype), load(folder)):
+        assert type(again) is type(dense)
+        with torch.no_grad():
+            torch.testing.assert_close(out(again), out(loaded), rtol=0.1, atol=0.0 if dtype is None else 0.1)
+
+
+@pytest.mark.parametrize("fields", [of_0_3("llama", hidden_act="relu2"), PAPER | {"hidden_act": "drelu"}])
+def test_an_activation_of_the_family_counts_in_a_sparse_model(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Another one is ignored."""
+    model = load(store(stock("llama"), tmp_path, transposed=False, **fields))
+    assert {layer.activation for layer in layers(model).values()} == {fields["hidden_act"]}
+    assert model.config.hidden_act == fields["hidden_act"]
 
 
 def test_layers_without_a_gate(tmp_path: Path) -> None:
-    model = sparse("llama", sparsity_gated_mlp=False)
-    assert {type(m) for m in layers(model).values()} == {SparseMLP}
-    assert not [key for key in model.state_dict() if "gate_proj" in key]
+    expected = stock("llama")
+    for block in expected.model.layers:
+        block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj)
     for transposed in (False, True):
-        folder = store(model, tmp_path / str(transposed), transposed=transposed)
-        assert torch.equal(out(SparseLlamaForCausalLM.from_pretrained(folder)), out(model))
-    model.save_pretrained(tmp_path / "own")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "own")
-    assert torch.equal(out(again), out(model))
+        fields = PAPER | {"sparsity_gated_mlp": False}
+        model = load(store(expected, tmp_path / str(transposed), transposed=transposed, **fields))
+        assert {type(layer) for layer in layers(model).values()} == {SparseMLP}
+        assert torch.equal(out(model), out(expected))
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(out(load(tmp_path / "again")), out(expected))
 
 
 @pytest.mark.parametrize("pickled", [False, True])
 def test_square_weights_need_a_layout(pickled: bool, tmp_path: Path) -> None:
     dense = stock("llama", intermediate_size=K)
-    linear = store(dense, tmp_path / "linear", transposed=False, pickled=pickled)
-    transposed = store(dense, tmp_path / "rows", transposed=True, pickled=pickled, metadata=True)
-    for folder in (linear, transposed) if pickled else (linear,):
-        with pytest.raises(ValueError, match=r"square down weight.*sparsity_down_layout as an argument"):
-            SparseLlamaForCausalLM.from_pretrained(folder)
-    for folder, layout in ((linear, "linear"), (transposed, "rows")):
-        model = SparseLlamaForCausalLM.from_pretrained(folder, sparsity_down_layout=layout)
-        assert torch.equal(out(model), out(dense))
-        assert model.config.sparsity_down_layout == "linear"
-        # what it writes says so itself
-        model.save_pretrained(tmp_path / "again")
-        assert torch.equal(out(SparseLlamaForCausalLM.from_pretrained(tmp_path / "again")), out(dense))
+    paper = PAPER | {"sparsity_new_intermediate_size": K}
+    bare = store(dense, tmp_path / "bare", transposed=False, pickled=pickled, **paper)
+    with pytest.raises(ValueError, match=r"square down weight .* expected sparsity_down_layout"):
+        load(bare)
+    for transposed, layout in ((False, "linear"), (True, "rows")):
+        named = {layouts.LAYOUT_KEY: layout}
+        folder = store(dense, tmp_path / layout, transposed=transposed, pickled=pickled, **paper, **named)
+        assert torch.equal(out(load(folder)), out(dense))
+    # the marker of a stock class, as `twell convert` of 0.3 left it
+    marked = store(dense, tmp_path / "marked", transposed=True, pickled=pickled, **named)
+    assert torch.equal(out(load(marked)), out(dense))
     if not pickled:
+        by_file = store(dense, tmp_path / "file", transposed=True, marker="rows", **paper)
+        assert torch.equal(out(load(by_file)), out(dense))
         # weights of another writer beside a configuration of before
-        stale = store(dense, tmp_path / "stale", transposed=True, metadata=True, sparsity_down_layout="linear")
+        stale = store(dense, tmp_path / "stale", transposed=True, marker="rows", **of_0_3("llama"))
         with pytest.raises(ValueError, match=r"must be the same in the configuration and in the file's metadata"):
-            SparseLlamaForCausalLM.from_pretrained(stale)
+            load(stale)
 
 
-def test_other_ways_to_load(tmp_path: Path) -> None:
-    model = sparse("llama")
-    model.save_pretrained(tmp_path / "inner")
-    load = SparseLlamaForCausalLM.from_pretrained
-    for options in ({"torch_dtype": BF16}, {"dtype": "auto"}, {"attn_implementation": "eager"}, {"device_map": "auto"}):
-        loaded = load(tmp_path, subfolder="inner", **options)
-        assert stored_as_linear(loaded)
-        assert loaded.dtype == options.get("torch_dtype", torch.float32)
-        torch.testing.assert_close(out(loaded).float(), out(model), rtol=0.1, atol=0.3)
-    config = SparseLlamaConfig.from_pretrained(tmp_path / "inner", sparsity_compression=2)
-    loaded = load(tmp_path / "inner", config=config)
-    assert {m.compression for m in layers(loaded).values()} == {2}
-    assert {m.strategy for m in layers(load(tmp_path / "inner", sparsity_strategy="dense")).values()} == {"dense"}
-    with torch.inference_mode():
-        loaded = load(tmp_path / "inner")
-        assert stored_as_linear(loaded)
-        assert torch.equal(out(loaded), out(model))
+def test_quantised_rows_are_not_transposed() -> None:
+    """Their scales are along one side."""
+    config = stock("llama").config
+    config.quantization_config, config.sparsity_down_layout = {"quant_method": "fp8"}, None
+    state = {"mlp.up_proj.weight": torch.zeros(N, K), "mlp.down_proj.weight": torch.zeros(N, K)}
+    with pytest.raises(ValueError, match=r"down_proj.weight: quantised weights must be \[hidden, intermediate\]"):
+        integration._as_linear(config, state, None)
 
 
-def test_a_state_dict_as_argument() -> None:
-    model = sparse("llama")
-    state = {key: t.clone() for key, t in model.state_dict().items()}
-    flipped = {key: t.t().contiguous() if "down_proj" in key else t for key, t in state.items()}
-    for content in (state, flipped):
-        shapes = {key: t.shape for key, t in content.items()}
-        loaded = SparseLlamaForCausalLM.from_pretrained(None, config=model.config, state_dict=content)
-        assert torch.equal(out(loaded), out(model))
-        assert {key: t.shape for key, t in content.items()} == shapes
+def test_other_heads_of_files_of_0_3(tmp_path: Path) -> None:
+    """The stock classes open them, dense; they are ReLU, and a classifier's head is its own."""
+    torch.manual_seed(0)
+    dense = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**_LLAMA)).eval()
+    folder = store(dense, tmp_path / "old", transposed=False, **of_0_3("llama"))
+    for auto in (transformers.AutoModelForSequenceClassification, transformers.AutoModel):
+        model = auto.from_pretrained(folder).eval()
+        assert type(model).__name__ in ("LlamaForSequenceClassification", "LlamaModel")
+        body, right = getattr(model, "model", model), dense.model
+        assert torch.equal(out(sparsify(body)), out(right))
+    for changes in ({"sparsity_down_layout": "rows"}, {"sparsity_gated_mlp": False}):
+        store(dense, folder, transposed=False, **of_0_3("llama", **changes))
+        with pytest.raises(ValueError, match=r"transformers\.load reads it"):
+            auto.from_pretrained(folder)
 
 
-AUTO = {
-    "AutoModel": "Model",
-    "AutoModelForSequenceClassification": "ForSequenceClassification",
-    "AutoModelForTokenClassification": "ForTokenClassification",
-}
-
-
-@pytest.mark.parametrize(
-    ("pair", "auto"), [("qwen2", "AutoModelForSequenceClassification"), ("llama", "AutoModelForTokenClassification")]
-)
-def test_the_body_with_another_head(pair: str, auto: str, tmp_path: Path) -> None:
-    """A classifier, or a reward model with one label; files of it open again."""
-    model = sparse(pair)
-    model.save_pretrained(tmp_path / "causal")
-    assert torch.equal(out(transformers.AutoModel.from_pretrained(tmp_path / "causal")), out(model.model))
-    reader = getattr(transformers, auto)
-    loaded = reader.from_pretrained(tmp_path / "causal", num_labels=1).eval()
-    assert type(loaded).__name__ == type(model).__name__.replace("ForCausalLM", AUTO[auto])
-    assert [type(layer) for layer in layers(loaded).values()] == [SparseGatedMLP] * 2
-    assert torch.equal(out(loaded.model), out(model.model))
-    loaded.save_pretrained(tmp_path / "own")
-    again = reader.from_pretrained(tmp_path / "own").eval()
-    assert type(again) is type(loaded)
-    torch.testing.assert_close(out(again), out(loaded))
+def test_removed_names_say_what_to_call() -> None:
+    for name in ("SparseLlamaConfig", "SparseLlamaForCausalLM", "SparseQwen2ForSequenceClassification"):
+        kind = "Llama" if "Llama" in name else "Qwen2"
+        said = rf"{name} is gone: .*transformers\.load\(folder\) .*sparsify\({kind}ForCausalLM\({kind}Config\("
+        with pytest.raises(ImportError, match=said):
+            getattr(integration, name)
+    with pytest.raises(ImportError, match="SparseLlamaModel is gone"):
+        from twell.integrations.transformers import SparseLlamaModel  # type: ignore[attr-defined] # noqa: F401
+    assert not hasattr(integration, "SparseGPT")
 
 
 OWN_CODE = """
@@ -842,10 +753,10 @@ def test_own_code_reads_its_own_configuration(tmp_path: Path, monkeypatch: pytes
         load(tmp_path / "own", trust_remote_code=True)
 
 
-@pytest.mark.parametrize(("kind", "keep_removed"), [("llama-bias", True), ("nemotron", False), ("own", True)])
+@pytest.mark.parametrize(("kind", "keep_removed"), [("llama-bias", True), ("nemotron", False)])
 def test_a_compacted_model_is_saved_and_loaded(kind: str, keep_removed: bool, tmp_path: Path) -> None:
     """The folder that save_pretrained wrote was one that no class could load."""
-    model = sparse("llama") if kind == "own" else sparsify(stock(kind))
+    model = sparsify(stock(kind))
     masks = {name: torch.arange(N) % (i + 3) > 0 for i, name in enumerate(layers(model))}
     small, report = twell.compact(model, masks, keep_removed=keep_removed)
     assert report.kept < report.neurons
@@ -857,9 +768,6 @@ def test_a_compacted_model_is_saved_and_loaded(kind: str, keep_removed: bool, tm
     assert torch.equal(out(loaded), out(small))
     if keep_removed:
         assert torch.equal(out(twell.restore(loaded)), out(model))
-    if kind == "own":
-        with pytest.raises(ValueError, match=r"of a compacted model, which .*transformers\.load reads"):
-            SparseLlamaForCausalLM.from_pretrained(tmp_path)
 
 
 # Models in servers and trainers
@@ -867,7 +775,6 @@ def test_a_compacted_model_is_saved_and_loaded(kind: str, keep_removed: bool, tm
 SUBJECTS: dict[str, Callable[[], Any]] = {
     "sparsified": lambda: sparsify(stock("llama")),
     "opt": lambda: sparsify(stock("opt")),
-    "own": lambda: sparse("llama"),
 }
 SUBJECT = pytest.mark.parametrize("subject", SUBJECTS)
 
@@ -897,10 +804,9 @@ def test_copies_training_and_later_weights(subject: str) -> None:
             for p in model.parameters():
                 p.mul_(0.5)
         assert torch.equal(out(other), expected)
-    if subject != "own":
-        # as when more weights are loaded
-        other.init_weights()
-        assert torch.equal(out(other), expected)
+    # as when more weights are loaded
+    other.init_weights()
+    assert torch.equal(out(other), expected)
     other.resize_token_embeddings(VOCABULARY + 3)
     assert torch.equal(out(other)[..., :VOCABULARY], expected)
     dense, model = stock("opt" if subject == "opt" else "llama").train(), SUBJECTS[subject]().train()

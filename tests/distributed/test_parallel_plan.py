@@ -43,15 +43,11 @@ def make(kind: str, **changes: Any) -> Any:
     from twell.integrations import transformers as integration
 
     torch.manual_seed(0)
-    if kind.startswith("Sparse"):
-        config = getattr(integration, f"{kind}Config")(**SIZES | changes)
-        model = getattr(integration, f"{kind}ForCausalLM")(config)
-    else:
-        extra = OPT | {"activation_function": "relu"} if kind == "OPT" else {"hidden_act": "relu"}
-        extra = extra | ({"head_dim": 8} if kind == "Qwen3" else {})
-        config = getattr(transformers, f"{kind}Config")(**SIZES | extra | changes)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config)
-        integration.sparsify(model)
+    extra = OPT | {"activation_function": "relu"} if kind == "OPT" else {"hidden_act": "relu"}
+    extra = extra | ({"head_dim": 8} if kind == "Qwen3" else {})
+    config = getattr(transformers, f"{kind}Config")(**SIZES | extra | changes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    integration.sparsify(model)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name:
             nn.init.normal_(parameter, 1.0 if name.endswith("weight") else 0.0, 0.3)
@@ -128,7 +124,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("Llama", {"pad_token_id": 0}, {}),
     ("Qwen2", {"tie_word_embeddings": True}, {}),
     ("Qwen3", {"tie_word_embeddings": True}, {"embeddings": False}),
-    ("SparseQwen2", {}, {}),
+    ("Qwen2", {}, {}),
     ("OPT", {}, {}),
     # its own embedding class scales the rows and is tied to the head
     ("Gemma2", {"hidden_activation": "relu", "head_dim": 8}, {}),

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from twell.commands import analyze, cli, convert, serve_check, tune
+from twell.commands import analyze, cli, serve_check, tune
 from twell.commands.demo import demo
 
 ROWS = [
@@ -27,15 +26,13 @@ COMMANDS: dict[str, tuple[list[str], Any]] = {
     "demo": ([], demo),
     "analyze": (["model", "--text", "notes.txt"], analyze),
     "serve-check": (["model"], serve_check),
-    "convert": (["source", "new"], convert),
     "tune": ([], tune),
 }
 # words that the help has
 HELP = {
-    "": "demo info analyze serve-check convert tune --version",
+    "": "demo info analyze serve-check tune --version",
     "demo": "--text --seconds --steps --seed --l1 --compression Ctrl-C",
     "info": "--json --verbose",
-    "convert": "SRC DST --model-type --source-layout --dry-run",
     "analyze": "MODEL --text --csv --plot --activation",
     "serve-check": "MODEL --text",
     "tune": "--shape --kinds --device --budget-s",
@@ -44,24 +41,19 @@ HELP = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sources with and without weights, targets that are taken, an index of other files."""
-    save_file = pytest.importorskip("safetensors.torch").save_file
+    """Folders with and without a configuration, and with an index of other files."""
+    pytest.importorskip("safetensors")
     monkeypatch.chdir(tmp_path)
-    mlp = "model.layers.0.mlp."
-    sizes = {"gate_proj": (12, 8), "up_proj": (12, 8), "down_proj": (8, 12)}
-    weights = {f"{mlp}{name}.weight": torch.zeros(size) for name, size in sizes.items()}
-    contents = {"source": {}, "old": {}, "bare": None, "full": None, "unweighted": {}, "broken": {}, "outside": {}}
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "relu"}
+    contents = {"source": llama, "bare": None, "full": None, "broken": llama, "outside": llama}
     index = {"broken": "model-00002.safetensors", "outside": "../file.safetensors"}
     for name, settings in contents.items():
         (folder := Path(name)).mkdir()
         (folder / "notes.txt").write_text("mine")
         if settings is not None:
-            (folder / "config.json").write_text('{"model_type": "llama", "hidden_act": "relu"}')
+            (folder / "config.json").write_text(json.dumps(settings))
         if name in index:
             (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": index[name]}}))
-    for name in ("source/model.safetensors", "old/model.safetensors", "file.safetensors"):
-        save_file(weights, name)
-    save_file({"x": torch.zeros(1)}, "other.safetensors")
     return tmp_path
 
 

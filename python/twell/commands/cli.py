@@ -11,13 +11,12 @@ from typing import Any
 
 import twell
 from twell._runtime import geometry
-from twell.commands import analyze, convert, serve_check, tune
+from twell.commands import analyze, serve_check, tune
 from twell.commands.request import DEVICE_HELP, at_least, exit_status, number_above, number_from
 
 MODELS = (
     ("analyze", analyze, "report the sparsity of a model's layers and the speed-up to expect"),
     ("serve-check", serve_check, "say what a server would run in each layer of a model"),
-    ("convert", convert, "convert checkpoints between layouts and model types"),
     ("tune", tune, 'measure this GPU for strategy "auto"'),
 )
 DEMO = """\
@@ -83,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if given[0] in ("bench", "record"):
         parser().error(f"{given[0]} is in a checkout of twell alone: python -m profiling.{given[0]}")
+    if given[0] == "convert":
+        parser().error("convert is a call: twell.integrations.transformers.load(SRC).save_pretrained(DST)")
     arguments = vars(parser().parse_args(given))
     return exit_status(f"twell {arguments['command']}", lambda: _run(**arguments))
 

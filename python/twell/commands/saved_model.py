@@ -23,7 +23,7 @@ from twell._compaction import gate_of
 from twell._files import files_below
 from twell._runtime.log import logger
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, counted, pick_device
-from twell.integrations import layouts, vllm
+from twell.integrations import layouts
 from twell.nn import SparseGatedMLP, SparseMLP
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -306,8 +306,7 @@ def _require_causal(folder: Path, content: dict[str, Any]) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
 
     kind: str = content["model_type"]
-    # importing twell's integration has registered its own
-    own = kind.startswith("sparse_") or kind.endswith("_sparse_relu")
+    own = layouts.stock_of_sparse(content) is not None
     whole = [name for name in content.get("architectures") or () if name != names.get(kind)]
     if not own and (kind not in names or (whole and content.get("is_encoder_decoder"))):
         raise RequestError(
@@ -337,40 +336,15 @@ def _line(error: Exception) -> str:
 
 def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
     """Load the causal language model in ``folder``, which must have every weight of its body."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from twell.integrations import transformers as integration
 
-    kind: str = content["model_type"]
-    family = kind.removesuffix("_sparse_relu")
-    # the stock classes cannot read down weights stored by rows
-    ours = kind != family or any(key.startswith("sparsity_") and key != layouts.FIGURES_KEY for key in content)
-    own = {"llama": integration.SparseLlamaForCausalLM, "qwen2": integration.SparseQwen2ForCausalLM}
-    cls = own.get(family, AutoModelForCausalLM) if ours else AutoModelForCausalLM
-    options: dict[str, Any] = {}
-    taken = None
-    architectures, stated = content.get("architectures"), layouts.activation(content)
-    if named := [name for name in vllm.SPARSE if isinstance(architectures, list) and name in architectures]:
-        cls = getattr(integration, named[0])
-    quantised = content.get("quantization_config")
-    if cls is AutoModelForCausalLM or stated in (_configuration.OF_SPARSE if named else _configuration.OWN):
-        reader = AutoConfig if cls is AutoModelForCausalLM else cls.config_class
-        options["config"] = reader.from_pretrained(folder, local_files_only=True)
-        taken = _configuration.as_stock(options["config"])
-        if isinstance(quantised, dict) and quantised.get("quant_method") in integration.OF_E4M3:
-            # its layers run dense, in 16 bits
-            options["config"].quantization_config = quantised | {"dequantize": True}
-    elif named:
-        # their layers have ReLU whatever stock activation the configuration names, as when they are served
-        options["hidden_act"] = "relu"
-    model, about = cls.from_pretrained(
-        folder,
-        dtype=dtype if dtype == "auto" else getattr(torch, dtype),
-        local_files_only=True,
-        output_loading_info=True,
-        **options,
-    )
-    integration.require_read(about)
+    config = integration.read_configuration(folder, {"local_files_only": True})
+    taken, quantised = _configuration.as_stock(config), content.get("quantization_config")
+    if isinstance(quantised, dict) and quantised.get("quant_method") in integration.OF_E4M3:
+        # its layers run dense, in 16 bits
+        config.quantization_config = quantised | {"dequantize": True}
+    chosen = dtype if dtype == "auto" else getattr(torch, dtype)
+    model, about = integration.read(folder, config, dtype=chosen, local_files_only=True)
     # transformers draws missing weights; the head does not matter, as it does not run
     missing = sorted(key for key in about["missing_keys"] if key.startswith(f"{model.base_model_prefix}."))
     if missing:

@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         # of a download cache, where revisions share files
         raise RequestError(
             f"--save: expected a {layouts.CONFIG} of the folder's own, got a link to {os.readlink(config)!r}, which "
-            "others may read; copy the model first, as by cp -rL or twell convert"
+            "others may read; copy the model first, as by cp -rL"
         )
     if arguments.nnz is not None and arguments.text is not None:
         raise RequestError("--nnz: expected no --text, which measures it, got both")
@@ -244,8 +244,8 @@ def layers_of(folder: Path, content: dict[str, Any]) -> list[Layer]:
             if layout == "rows":
                 raise RequestError(
                     f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except "
-                    f"for {' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; twell convert "
-                    "turns them"
+                    f"for {' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; load and "
+                    "save_pretrained of twell.integrations.transformers turn them"
                 )
     dtype = content.get("dtype", content.get("torch_dtype"))
     found = []

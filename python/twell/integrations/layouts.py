@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from twell import _configuration
 from twell._runtime import geometry
+from twell._runtime.log import warn_once
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import require_screen
 
@@ -34,11 +35,21 @@ FIGURES_KEY = "sparsity_figures"
 _SETTINGS = ("strategy", "screen", "invariant", "compression")
 _PREFIX = "sparsity_"
 
-# Keys that twell's own classes add; other keys with their prefix are the paper's.
+# Key of the paper's configurations: False for layers without a gate.
+UNGATED_KEY = f"{_PREFIX}gated_mlp"
+
+# Keys that twell writes; other keys with their prefix are the paper's.
 OWN_KEYS = (
     *(f"{_PREFIX}{name}" for name in _SETTINGS),
     *(LAYOUT_KEY, FIGURES_KEY),
 )
+
+# Architectures that always have ReLU, whatever stock activation the configuration names: the stock class of
+# configuration, and the model types of twell 0.3 and of the paper's code.
+SPARSE = {
+    "SparseLlamaForCausalLM": ("LlamaConfig", ("sparse_llama", "llama_sparse_relu")),
+    "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu")),
+}
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -47,6 +58,37 @@ INDEX = "model.safetensors.index.json"
 _DOWN = re.compile(r"(?:^|\.)down_proj\.weight$|(?:^|\.)decoder\.layers\.\d+\.fc2\.weight$")
 _ARGUMENT = re.compile(r'\b(strategy|invariant|screen)=("\w+"|True)')
 _INPUTS = {"down_proj": ("up_proj", "gate_proj"), "fc2": ("fc1",)}
+
+
+def stock_of_sparse(content: Mapping[str, Any]) -> str | None:
+    """The class of configuration that reads files of twell 0.3 and of the paper's code; None of other models.
+
+    Those are known by their model type or architecture or, of the paper's code, by its keys.
+    """
+    kind, named = content.get("model_type"), content.get("architectures") or ()
+    theirs = any(key.startswith(_PREFIX) and key not in OWN_KEYS for key in content)
+    for architecture, (stock, (own, paper)) in SPARSE.items():
+        if kind in (own, paper) or architecture in named or (theirs and kind == own.removeprefix("sparse_")):
+            return stock
+    return None
+
+
+def as_stock(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a sparse model's configuration for its stock class, which has ReLU; the marker stays, or is None.
+
+    A stock activation that it names is ignored, which is logged once.
+    """
+    left_out = ("model_type", "auto_map", f"{_PREFIX}new_intermediate_size")
+    fields = {key: value for key, value in content.items() if key not in left_out}
+    if fields.get(UNGATED_KEY, True):
+        fields.pop(UNGATED_KEY, None)
+    fields |= {LAYOUT_KEY: content.get(LAYOUT_KEY), "intermediate_size": intermediate_size(content)}
+    stated = activation(content)
+    if stated not in (None, "relu", *_configuration.OF_SPARSE):
+        warn_once(f"the layers of a sparse model apply ReLU; the configuration says {stated!r}, which is ignored")
+    if stated not in _configuration.OF_SPARSE:
+        fields["hidden_act"] = "relu"
+    return fields
 
 
 def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -286,21 +328,6 @@ def read_header(path: Path) -> Header:
         start, stop = entry["data_offsets"]
         tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + start, 8 + length + stop)
     return Header(metadata, tensors)
-
-
-def header_bytes(
-    metadata: Mapping[str, str] | None, tensors: Iterable[tuple[str, str, Sequence[int], int, int]]
-) -> bytes:
-    """The head of a safetensors file: length, and the JSON padded to a multiple of 8 bytes.
-
-    ``tensors`` are (name, dtype, shape, start, stop), with offsets from the end of the header.
-    """
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    for name, dtype, shape, start, stop in tensors:
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _marker(config: Mapping[str, Any] | None) -> DownLayout | None:

@@ -1,14 +1,12 @@
 """Models of Hugging Face transformers with their feed-forward layers through twell. ``pip install 'twell[hf]'``.
 
-``sparsify`` converts an existing model. ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM`` are sparse from the
-start, for training from scratch and for checkpoints; importing this module registers them with the Auto classes, and
-with ``AutoModel``, ``AutoModelForSequenceClassification`` (reward models, too) and ``AutoModelForTokenClassification``
-what has their bodies::
+``sparsify`` converts a model, new or not; ``load`` opens saved ones::
 
     import twell.integrations.transformers as twell_hf
     model = twell_hf.sparsify(AutoModelForCausalLM.from_pretrained("facebook/opt-125m"))
-    model = twell_hf.SparseLlamaForCausalLM.from_pretrained("SakanaAI/SparseLM0.5B", dtype=torch.bfloat16)
+    model = twell_hf.sparsify(LlamaForCausalLM(LlamaConfig(hidden_act="relu")))  # sparse from the start
     model = twell_hf.load("runs/relu/final")  # any saved causal model with ReLU, squared ReLU, dReLU or FATReLU
+    model = twell_hf.load("SakanaAI/SparseLM0.5B", dtype=torch.bfloat16)  # and the paper's, in the stock class
 
 ``generate`` works as with any model. Prefill runs the kernels for many tokens and decode those for few tokens; the
 operators choose by the number of rows. For small batches the host bounds the speed; with a static cache transformers
@@ -33,7 +31,7 @@ import operator
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
@@ -43,26 +41,15 @@ from twell._float8_mlp import Float8MLP
 from twell._runtime.log import logger
 from twell.functional import Strategy
 from twell.integrations import layouts
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn import SparseMLP
 
 try:
     from transformers import (
         AutoConfig,
-        AutoModel,
         AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoModelForTokenClassification,
         LlamaConfig,
-        LlamaForCausalLM,
-        LlamaForSequenceClassification,
-        LlamaForTokenClassification,
-        LlamaModel,
         PreTrainedModel,
         Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen2ForSequenceClassification,
-        Qwen2ForTokenClassification,
-        Qwen2Model,
     )
     from transformers.activations import ACT2CLS, ACT2FN
     from transformers.modeling_utils import load_state_dict
@@ -75,16 +62,6 @@ from twell.integrations import experts as stacked
 from twell.integrations._trainer import SparsityCallback
 
 __all__ = [
-    "SparseLlamaConfig",
-    "SparseLlamaForCausalLM",
-    "SparseLlamaForSequenceClassification",
-    "SparseLlamaForTokenClassification",
-    "SparseLlamaModel",
-    "SparseQwen2Config",
-    "SparseQwen2ForCausalLM",
-    "SparseQwen2ForSequenceClassification",
-    "SparseQwen2ForTokenClassification",
-    "SparseQwen2Model",
     "SparsityCallback",
     "load",
     "name_activation",
@@ -100,6 +77,9 @@ _OF_OTHERS = ("bitsandbytes", "torchao")
 
 # The ends of names that scales of quantised weights have in files.
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
+
+# Configurations that read those of sparse models.
+_STOCK = {"LlamaConfig": LlamaConfig, "Qwen2Config": Qwen2Config}
 
 # What a configuration may name as an activation.
 _NAMED = frozenset((*ACT2FN, *_configuration.OWN))
@@ -187,29 +167,26 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     wrote of a compacted model has its layers compacted again. With ``trust_remote_code`` a folder's own code reads its
     own configuration, and what its modules compute decides.
 
-    ``strategy`` and ``compression`` are those of ``sparsify``; None is what the configuration says, by the keys of
-    ``SparseLlamaConfig``, else the default, or what the model's class chooses.
+    Files of the paper's code, and those of the sparse classes of twell 0.3, open in ``LlamaForCausalLM`` and
+    ``Qwen2ForCausalLM``: with ReLU, whatever stock activation ``hidden_act`` names, with the neurons that
+    ``sparsity_new_intermediate_size`` says, and without a gate where ``sparsity_gated_mlp`` is false. Their down
+    weights may be [hidden, intermediate] or [intermediate, hidden]; the shape decides or, if they are square, the key
+    ``sparsity_down_layout``, "linear" or "rows". ``save_pretrained`` then writes files of the stock class.
+
+    ``strategy`` and ``compression`` are those of ``sparsify``; None is what the configuration says, by the keys
+    ``sparsity_strategy``, ``sparsity_screen``, ``sparsity_invariant`` and ``sparsity_compression``, else the default.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
     the configuration. Raises as ``from_pretrained`` and ``sparsify``; FileNotFoundError for a folder that does not
-    exist, unless the Hub may have one of its name; ValueError for a "fatrelu" without a threshold, for down weights
-    that ``twell convert`` stored by rows for a stock class, and for files with scales that transformers leaves out.
+    exist, unless the Hub may have one of its name; ValueError for a "fatrelu" without a threshold, for square down
+    weights of a sparse class without their layout, and for files with scales that transformers leaves out.
     """
     if not Path(model).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(model)):
         raise FileNotFoundError(
             f"load: model must be a folder or the name of one on the Hub, got {str(model)!r}, which does not exist"
         )
-    where = {key: options[key] for key in _WHERE if key in options}
-    config = AutoConfig.from_pretrained(model, **where)
-    if not isinstance(config, _SparseConfig) and getattr(config, layouts.LAYOUT_KEY, None) == "rows":
-        raise ValueError(
-            f"load: down weights must be as nn.Linear has them, got rows in {str(model)!r}: use "
-            "SparseLlamaForCausalLM.from_pretrained or SparseQwen2ForCausalLM.from_pretrained, or convert it by `twell "
-            "convert`"
-        )
-    # transformers prefers registered classes, as twell's
-    own_code = not isinstance(config, _SparseConfig) and "AutoModelForCausalLM" in (
-        getattr(config, "auto_map", None) or {}
-    )
+    config = read_configuration(model, {key: options[key] for key in _WHERE if key in options})
+    # transformers prefers registered classes
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     causal = None if own_code else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     # the decoder alone would have new embeddings
     whole = bool(config.architectures) and getattr(config, "is_encoder_decoder", False)
@@ -223,15 +200,7 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     own_code = own_code and bool(options.get("trust_remote_code"))
     own = None if own_code else _configuration.as_stock(config)
     full_size = None if own_code else _full_size(Path(model, options.get("subfolder") or ""))
-    options |= {"config": config, "output_loading_info": True}
-    if full_size is None:
-        loaded, about = AutoModelForCausalLM.from_pretrained(model, **options)
-    else:
-        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        reader: Any = type(cls.__name__, (_FullSize, cls), {"_state": full_size.state})
-        loaded, about = reader.from_pretrained(model, **options)
-        loaded.__class__ = cls
-    require_read(about)
+    loaded, _ = read(model, config, full_size, **options)
     given = {"strategy": strategy, "compression": compression}
     settings = asked | {name: value for name, value in given.items() if value is not None}
     if not _sparsify.layers(loaded):
@@ -247,14 +216,90 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     return loaded
 
 
-class _FullSize:
-    """A class with this base reads ``_state`` in place of the files that it finds."""
+def read_configuration(model: str | Path, where: dict[str, Any]) -> Any:
+    """The configuration of a model; that of a sparse one as its stock class has it, with the marker of its files."""
+    content, _ = LlamaConfig.get_config_dict(model, **where)
+    stock = layouts.stock_of_sparse(content)
+    if stock is None:
+        return AutoConfig.from_pretrained(model, **where)
+    fields = layouts.as_stock(content) | {"name_or_path": str(model)}
+    return _STOCK[stock].from_dict(fields)
 
-    _state: dict[str, Tensor]
+
+def read(
+    model: str | Path, config: Any, full_size: _compaction.FullSize | None = None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """The causal model of ``config`` in its stock class, and what ``from_pretrained`` tells about loading it.
+
+    Down weights may be stored either way. Raises ValueError as ``require_read``.
+    """
+    options |= {"config": config, "output_loading_info": True}
+    if full_size is None and not hasattr(config, layouts.LAYOUT_KEY):
+        loaded, about = AutoModelForCausalLM.from_pretrained(model, **options)
+    else:
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        reader: Any = type(cls.__name__, (_Reader, cls), {"_full_size": full_size})
+        loaded, about = reader.from_pretrained(model, **options)
+        loaded.__class__ = cls
+        # the marker is of files
+        vars(loaded.config).pop(layouts.LAYOUT_KEY, None)
+    require_read(about)
+    return loaded, about
+
+
+class _Reader:
+    """A class with this base reads files that the stock one cannot: compacted, by rows, or without a gate."""
+
+    _full_size: _compaction.FullSize | None
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        if not getattr(config, layouts.UNGATED_KEY, True):
+            for block in self.base_model.layers:  # type: ignore[attr-defined]
+                block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj)
 
     @classmethod
-    def _load_pretrained_model(cls, model: Any, state_dict: None, *args: Any, **kwargs: Any) -> Any:
-        return super()._load_pretrained_model(model, cls._state, *args, **kwargs)  # type: ignore[misc]
+    def _load_pretrained_model(
+        cls,
+        model: Any,
+        state_dict: dict[str, Tensor] | None,
+        checkpoint_files: list[str] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        # both versions of transformers call this once files are found and the model is on meta
+        if cls._full_size is not None:
+            state_dict = cls._full_size.state
+        elif hasattr(model.config, layouts.LAYOUT_KEY):
+            state_dict = _as_linear(model.config, state_dict, checkpoint_files)
+        return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)  # type: ignore[misc]
+
+
+def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[str] | None) -> dict[str, Tensor] | None:
+    """The state dict to load: the given one, or that of files that store rows, with these transposed; else None."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    metadata: dict[str, dict[str, str] | None] = {}
+    if state_dict is None:
+        for file in files or ():
+            if file.endswith(".safetensors"):
+                header = layouts.read_header(Path(file))
+                shapes |= {name: stored.shape for name, stored in header.tensors.items()}
+                metadata |= dict.fromkeys(header.tensors, header.metadata)
+            else:
+                shapes |= {name: tuple(t.shape) for name, t in load_state_dict(file).items()}
+    else:
+        shapes = {name: tuple(t.shape) for name, t in state_dict.items()}
+    found = layouts.layouts(shapes, config.to_dict(), metadata or None)
+    rows = [name for name, layout in found.items() if layout == "rows"]
+    if not rows:
+        return state_dict
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{rows[0]}: quantised weights must be [hidden, intermediate], got [intermediate, hidden]")
+    logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
+    if state_dict is None:
+        # memory-mapped, as in transformers
+        state_dict = {name: t for file in files or () for name, t in load_state_dict(file).items()}
+    return {**state_dict, **{name: state_dict[name].t().contiguous() for name in rows}}
 
 
 def _full_size(folder: Path) -> _compaction.FullSize | None:
@@ -282,7 +327,7 @@ def require_read(about: dict[str, Any]) -> None:
 
 
 def with_own(model: Any, own: _configuration.Own) -> Any:
-    """Give a model that was loaded as a stock one the activation that ``layouts.as_stock`` took from its file.
+    """Give a model that was loaded as a stock one the activation that ``_configuration.as_stock`` took from its file.
 
     A layer whose activation is that of another key, as in a vision tower, keeps the ReLU which that key names.
     """
@@ -376,234 +421,28 @@ def _find(model: Any, changed: list[_sparsify.Candidate], key: str | None) -> li
     return keys
 
 
-class _SparseConfig:
-    """Base of both configurations: reads those of stock models and of the paper's models."""
+def _reader_of(model_type: str, stock: Any) -> Any:
+    """What lets the Auto classes open files of twell 0.3 in the stock class."""
 
-    model_type: str
-    # model types of checkpoints with the same tensors: the stock model's and the paper's training code's
-    _read_as_own: tuple[str, ...] = ()
+    def from_dict(cls: Any, content: dict[str, Any], /, **kwargs: Any) -> Any:
+        fields = layouts.as_stock(content)
+        if fields.pop(layouts.LAYOUT_KEY) == "rows" or not fields.get(layouts.UNGATED_KEY, True):
+            raise ValueError(f"{model_type} with rows or without a gate: {__name__}.load reads it")
+        return stock.from_dict(fields, **kwargs)
 
-    def __init__(
-        self,
-        hidden_act: str = "relu",
-        sparsity_strategy: str = "auto",
-        sparsity_screen: str = "auto",
-        sparsity_invariant: bool = False,
-        sparsity_compression: int = 8,
-        sparsity_down_layout: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        fields = _fields({"hidden_act": hidden_act, **kwargs})
-        own = (sparsity_strategy, sparsity_screen, sparsity_invariant, sparsity_compression, sparsity_down_layout)
-        super().__init__(**fields, **dict(zip(layouts.OWN_KEYS, own)))
-
-    @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """As the base class, without a warning for model types in ``_read_as_own``."""
-        content, unused = super().get_config_dict(*args, **kwargs)  # type: ignore[misc]
-        if content.get("model_type") in cls._read_as_own:
-            content["model_type"] = cls.model_type
-        return content, unused
+    return type(f"{stock.__name__}Of03", (stock,), {"model_type": model_type, "from_dict": classmethod(from_dict)})
 
 
-def _fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration; those of the paper's models as the paper's code reads them."""
-    # the class has its own model_type, which the content's must not hide
-    fields.pop("model_type", None)
-    theirs = [key for key in fields if key.startswith("sparsity_") and key not in layouts.OWN_KEYS]
-    if theirs and fields["hidden_act"] not in ("relu", *_configuration.OF_SPARSE):
-        logger.info(
-            "the layers apply ReLU because %s is set; hidden_act is ignored: %r", theirs[0], fields["hidden_act"]
-        )
-        fields["hidden_act"] = "relu"
-    if fields.get("sparsity_new_intermediate_size") is not None:
-        fields["intermediate_size"] = fields["sparsity_new_intermediate_size"]
-    return fields
+for _name, (_own, _) in layouts.SPARSE.values():
+    AutoConfig.register(_own, _reader_of(_own, _STOCK[_name]), exist_ok=True)
 
 
-class SparseLlamaConfig(_SparseConfig, LlamaConfig):  # type: ignore[misc]
-    """``LlamaConfig`` of a model whose feed-forward layers are twell's, ``model_type`` "sparse_llama".
+if not TYPE_CHECKING:
 
-    Args:
-        hidden_act: "relu"; the model refuses any other.
-        sparsity_strategy, sparsity_screen, sparsity_invariant: of every layer, as in ``twell.nn.SparseGatedMLP``.
-        sparsity_compression: 2, 4 or 8, likewise.
-        sparsity_down_layout: of a checkpoint's files: "linear" if down weights are stored [hidden, intermediate],
-            "rows" if [intermediate, hidden]. Needed if both are equal, else the shape decides. ``save_pretrained`` of
-            the model always writes "linear". ``from_pretrained`` takes it, too.
-        sparsity_gated_mlp: False for layers without a gate, ``twell.nn.SparseMLP``. A key of the paper's
-            configurations, as is ``sparsity_new_intermediate_size``; with either, ``hidden_act`` counts as "relu".
-
-    All other arguments are those of ``LlamaConfig``.
-    """
-
-    model_type = "sparse_llama"
-    _read_as_own = ("llama", "llama_sparse_relu")
-    # the projections of a layer are not called one by one; twell.distributed has plans for it
-    base_model_tp_plan = {k: v for k, v in (LlamaConfig.base_model_tp_plan or {}).items() if ".mlp." not in k}  # noqa: RUF012
-    # transformers 5 writes one for a class without its own
-    __init__ = _SparseConfig.__init__
-
-
-class SparseQwen2Config(_SparseConfig, Qwen2Config):  # type: ignore[misc]
-    """``Qwen2Config`` likewise, ``model_type`` "sparse_qwen2"; the further arguments are ``SparseLlamaConfig``'s."""
-
-    model_type = "sparse_qwen2"
-    _read_as_own = ("qwen2", "qwen2_sparse_relu")
-    base_model_tp_plan = {k: v for k, v in (Qwen2Config.base_model_tp_plan or {}).items() if ".mlp." not in k}  # noqa: RUF012
-    __init__ = _SparseConfig.__init__
-
-
-class _SparseModel:
-    """Base of both models: their layers, and files with down weights stored either way."""
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        expected = type(self).config_class  # type: ignore[attr-defined]
-        if not isinstance(config, expected):
-            raise TypeError(
-                f"{type(self).__name__}: config must be a {expected.__name__}, got {type(config).__name__}; "
-                f"{expected.__name__}(**config.to_dict()) makes one"
-            )
-        if config.hidden_act in _configuration.OF_SPARSE:
-            raise ValueError(
-                f'{type(self).__name__}: hidden_act must be "relu", got {config.hidden_act!r}, which '
-                "twell.integrations.transformers.load reads"
-            )
-        if config.hidden_act != "relu":
-            raise ValueError(
-                f'{type(self).__name__}: hidden_act must be "relu", got {config.hidden_act!r}: the kernels skip the '
-                "neurons that ReLU sets to zero, and other activations have none. A model pretrained with another must "
-                'be trained further with ReLU first (arXiv 2310.04564); to do that, pass hidden_act="relu"'
-            )
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        # after their initialisation, so that a seed gives the stock model's weights; heads may take the body from here
-        for block in self.base_model.layers:  # type: ignore[attr-defined]
-            if not isinstance(block.mlp, (SparseGatedMLP, SparseMLP)):
-                block.mlp = _layer(block.mlp, config)
-
-    @classmethod
-    def _load_pretrained_model(
-        cls,
-        model: Any,
-        state_dict: dict[str, Tensor] | None,
-        checkpoint_files: list[str] | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        # both versions of transformers call this once files are found and the model is on meta
-        converted = _as_linear(model.config, state_dict, checkpoint_files)
-        model.config.sparsity_down_layout = "linear"
-        return super()._load_pretrained_model(model, converted, checkpoint_files, *args, **kwargs)  # type: ignore[misc]
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As in the stock class; down weights are stored [hidden, intermediate]."""
-        self.config.sparsity_down_layout = "linear"  # type: ignore[attr-defined]
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
-
-
-def _layer(mlp: Any, config: Any) -> SparseGatedMLP | SparseMLP:
-    options = layouts.settings_of(vars(config))
-    if getattr(config, "sparsity_gated_mlp", True):
-        return SparseGatedMLP.from_linear(mlp.gate_proj, mlp.up_proj, mlp.down_proj, **options)
-    return SparseMLP.from_linear(mlp.up_proj, mlp.down_proj, **options)
-
-
-def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[str] | None) -> dict[str, Tensor] | None:
-    """The state dict to load: the given one, or that of files that store rows, with these transposed; else None."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    metadata: dict[str, dict[str, str] | None] = {}
-    if state_dict is None:
-        for file in files or ():
-            if file.endswith(".safetensors"):
-                header = layouts.read_header(Path(file))
-                shapes |= {name: stored.shape for name, stored in header.tensors.items()}
-                metadata |= dict.fromkeys(header.tensors, header.metadata)
-            else:
-                shapes |= {name: tuple(t.shape) for name, t in load_state_dict(file).items()}
-    else:
-        shapes = {name: tuple(t.shape) for name, t in state_dict.items()}
-    if getattr(config, "quantization_config", None) is not None or any(name.endswith(_SCALES) for name in shapes):
-        raise ValueError(
-            f"{config.model_type}: files must have weights of 16 or 32 bits, got quantised ones: "
-            "twell.integrations.transformers.load reads those in e4m3 of stock classes, as `twell convert --model-type "
-            f"{config.model_type.removeprefix('sparse_')}` makes them"
-        )
-    if any(name.endswith(_compaction.KEPT) for name in shapes):
-        raise ValueError("the files are of a compacted model, which twell.integrations.transformers.load reads")
-    try:
-        found = layouts.layouts(shapes, config.to_dict(), metadata or None)
-    except ValueError as error:
-        hint = f"; from_pretrained takes {layouts.LAYOUT_KEY} as an argument"
-        raise ValueError(f"{error}{hint if config.hidden_size == config.intermediate_size else ''}") from None
-    rows = [name for name, layout in found.items() if layout == "rows"]
-    if not rows:
-        return state_dict
-    logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
-    if state_dict is None:
-        # memory-mapped, as in transformers
-        state_dict = {name: t for file in files or () for name, t in load_state_dict(file).items()}
-    return {**state_dict, **{name: state_dict[name].t().contiguous() for name in rows}}
-
-
-class _SparseLlama(_SparseModel):
-    config_class = SparseLlamaConfig
-
-
-class _SparseQwen2(_SparseModel):
-    config_class = SparseQwen2Config
-
-
-class SparseLlamaForCausalLM(_SparseLlama, LlamaForCausalLM):  # type: ignore[misc]
-    """``LlamaForCausalLM`` with a ``twell.nn.SparseGatedMLP`` as ``mlp`` of each block; see ``SparseLlamaConfig``.
-
-    Same keys, shapes and initial values as the stock model with ``hidden_act="relu"``. Raises ValueError for another;
-    ``load`` reads files with "relu2", "drelu" and "fatrelu".
-
-    ``from_pretrained`` takes files of this class, of the stock class and of the paper's code. Down weights may be
-    stored [hidden, intermediate] or [intermediate, hidden], in safetensors or pickled, whole or in shards; the shape
-    and the configuration decide. It raises ValueError for square ones without ``sparsity_down_layout`` in the
-    configuration or among the arguments.
-    """
-
-
-class SparseLlamaModel(_SparseLlama, LlamaModel):  # type: ignore[misc]
-    """``LlamaModel`` likewise: the body of ``SparseLlamaForCausalLM``, whose files it reads."""
-
-
-class SparseLlamaForSequenceClassification(_SparseLlama, LlamaForSequenceClassification):  # type: ignore[misc]
-    """``LlamaForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
-
-
-class SparseLlamaForTokenClassification(_SparseLlama, LlamaForTokenClassification):  # type: ignore[misc]
-    """``LlamaForTokenClassification`` likewise."""
-
-
-class SparseQwen2ForCausalLM(_SparseQwen2, Qwen2ForCausalLM):  # type: ignore[misc]
-    """``Qwen2ForCausalLM`` likewise; see ``SparseQwen2Config``."""
-
-
-class SparseQwen2Model(_SparseQwen2, Qwen2Model):  # type: ignore[misc]
-    """``Qwen2Model`` likewise: the body of ``SparseQwen2ForCausalLM``, whose files it reads."""
-
-
-class SparseQwen2ForSequenceClassification(_SparseQwen2, Qwen2ForSequenceClassification):  # type: ignore[misc]
-    """``Qwen2ForSequenceClassification`` likewise: a classifier or, with ``num_labels=1``, a reward model."""
-
-
-class SparseQwen2ForTokenClassification(_SparseQwen2, Qwen2ForTokenClassification):  # type: ignore[misc]
-    """``Qwen2ForTokenClassification`` likewise."""
-
-
-for _config in (SparseLlamaConfig, SparseQwen2Config):
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-for _auto, _model in (
-    (AutoModel, SparseLlamaModel),
-    (AutoModel, SparseQwen2Model),
-    (AutoModelForCausalLM, SparseLlamaForCausalLM),
-    (AutoModelForCausalLM, SparseQwen2ForCausalLM),
-    (AutoModelForSequenceClassification, SparseLlamaForSequenceClassification),
-    (AutoModelForSequenceClassification, SparseQwen2ForSequenceClassification),
-    (AutoModelForTokenClassification, SparseLlamaForTokenClassification),
-    (AutoModelForTokenClassification, SparseQwen2ForTokenClassification),
-):
-    _auto.register(_model.config_class, _model, exist_ok=True)
+    def __getattr__(name: str) -> Any:
+        removed = re.fullmatch(r"Sparse(Llama|Qwen2)(Config|Model|For\w+)", name)
+        if removed is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        new = f"sparsify({removed[1]}ForCausalLM({removed[1]}Config(hidden_act='relu')))"
+        # an AttributeError of an import is not shown
+        raise ImportError(f"{name} is gone: {__name__}.load(folder) reads its files, and {new} makes a new model")

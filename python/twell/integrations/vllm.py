@@ -3,8 +3,8 @@
 vLLM calls ``register``, an entry point of its group ``vllm.general_plugins``, in each of its processes. From then on it
 serves, with the FFNs through twell,
 
-- ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM``, the paper's checkpoints and those of
-  ``twell.integrations.transformers``: with ReLU, whatever stock activation the configuration names;
+- ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM``, the paper's checkpoints and those of twell 0.3: with ReLU,
+  whatever stock activation the configuration names;
 - the architectures of ``LLAMA_LIKE`` where the configuration names "relu" or its square, "relu2". vLLM's own classes
   refuse those, so they run through its Transformers backend, as the first do;
 - what vLLM itself runs through its Transformers backend, with "relu" or "relu2", with or without a gate;
@@ -16,7 +16,8 @@ serves, with the FFNs through twell,
 All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell, and so are all models
 with a vLLM older than ``LOWEST``. ``TWELL_VLLM=off`` switches it off, and so does ``VLLM_PLUGINS`` without "twell".
 The configuration may have ``sparsity_strategy``, ``sparsity_screen``, ``sparsity_invariant`` and
-``sparsity_compression``, as in ``SparseLlamaConfig``: ``--hf-overrides '{"sparsity_strategy": "dense"}'``.
+``sparsity_compression``, as ``twell.integrations.transformers.load`` reads them:
+``--hf-overrides '{"sparsity_strategy": "dense"}'``.
 
 Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the model, ``_vllm_experts`` routed experts.
 """
@@ -38,11 +39,7 @@ __all__ = ["LLAMA_LIKE", "SPARSE", "register"]
 # vLLM sets up the logs below its own name alone.
 logger = logging.getLogger("vllm.twell")
 
-# Architectures that always have ReLU: transformers' class of configuration and the model types.
-SPARSE = {
-    "SparseLlamaForCausalLM": ("LlamaConfig", ("sparse_llama", "llama_sparse_relu")),
-    "SparseQwen2ForCausalLM": ("Qwen2Config", ("sparse_qwen2", "qwen2_sparse_relu")),
-}
+SPARSE = layouts.SPARSE
 
 # vLLM's version from which the CuTe DSL that it pins is one that twell runs on.
 LOWEST = (0, 32)
