@@ -270,9 +270,9 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 from twell._runtime import device, packaged, resolve, specs
 bindings, device._bindings = device._bindings, lambda: sys.exit("asked the driver")
-import twell, twell.nn, twell.integrations
+import twell, twell.nn, twell.integrations.vllm
 assert not packaged.opened.cache_info().currsize and not sys.modules["torch"].cuda.is_initialized()
-assert not {"sympy", "matplotlib", "transformers"} & set(sys.modules)
+assert not {"sympy", "matplotlib", "transformers", "vllm", "nvtx"} & set(sys.modules)
 device._bindings = bindings
 """
         + RUN_ON_CPU
@@ -283,7 +283,10 @@ try:
 except RuntimeError as error:
     said = "UnpackSpec(dtype='bfloat16') is neither packaged nor cached, and cannot be compiled"
     assert said in str(error), error
-"""
+from twell.commands.cli import main
+assert main(["info", "--verbose"]) == 0
+""",
+        TWELL_NVTX="0",
     )
 
 

@@ -528,13 +528,3 @@ def test_figures_of_more_non_zeros_than_neurons_are_refused(key: str) -> None:
 def test_figures_of_a_configuration_are_read() -> None:
     assert layouts.measured({}, 2) is None
     assert layouts.measured({"sparsity_figures": [[1, 0.5, 0.75]]}, 1) == [(1, 0.5, 0.75)]
-
-
-def test_importing_it_imports_neither_vllm_nor_transformers_and_touches_no_gpu() -> None:
-    script = (
-        "import sys, torch, twell.integrations.vllm; "
-        "print(sorted({'vllm', 'transformers'} & set(sys.modules)), torch.cuda.is_initialized())"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "[] False", done.stderr

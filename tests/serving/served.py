@@ -81,6 +81,17 @@ class Served:
 
 Serve = Callable[..., Served]
 
+LAYERS = SIZES["num_hidden_layers"]
+ROW, DENSE = {"sparsity_strategy": "row"}, {"sparsity_strategy": "dense"}
+# Sizes of the calls that "auto" counts for the prompts of conftest.py: 128 tokens, 81 with the end of the long prompt,
+# then each sequence has one in a step until it has eight.
+COUNTED = [[["2", 1], ["3 to 4", 6], ["65 to 128", 2]]] * LAYERS
+
+
+def counted(served: Served) -> list[list[list[Any]]]:
+    """What "auto" counted of each FFN."""
+    return [[list(row[:2]) for row in layer] for layer in served.choices]
+
 
 def needs_gpus(count: int) -> None:
     """Skip a test where there are fewer."""

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import SIZES, Serve, checkpoint, greedy
-
-LAYERS = 2
-ROW = {"sparsity_strategy": "row"}
+from served import COUNTED, LAYERS, ROW, SIZES, TWO_RANKS, Serve, checkpoint, counted, greedy
 
 # Kind of model, activation, and its down projections.
 MODELS = [
@@ -40,25 +37,17 @@ def test_same_tokens(kind: str, activation: str, down: str, tmp_path: Path, serv
 
 
 @pytest.mark.parametrize("kind", ["Arcee", "Nemotron"])
-def test_compiled_and_chosen_by_auto(kind: str, tmp_path: Path, serve: Serve) -> None:
+def test_compiled_chosen_by_auto_and_tensor_parallel(kind: str, tmp_path: Path, serve: Serve) -> None:
     model = checkpoint(tmp_path, "relu2", kind=kind)
     # graphs of both are kept in one folder
     stock = serve(model, plugin=False, enforce_eager=False)
     served = serve(model, enforce_eager=False, request={"chooses": True})
     assert served.tokens == stock.tokens
-    # the operator ran, for requests: see test_auto_learns_from_requests_alone
-    assert [[row[:2] for row in layer] for layer in served.choices] == [
-        [["2", 1], ["3 to 4", 6], ["65 to 128", 2]],
-    ] * LAYERS
-
-
-@pytest.mark.parametrize("kind", ["Arcee", "Nemotron"])
-def test_tensor_parallel(kind: str, tmp_path: Path, serve: Serve) -> None:
-    model = checkpoint(tmp_path, "relu2", kind=kind)
-    stock = serve(model, plugin=False)
-    served = serve(model, tensor_parallel_size=2, distributed_executor_backend="mp", hf_overrides=ROW)
-    assert served.tokens == stock.tokens
-    assert len(served.layers) == LAYERS
+    # the operator ran, for requests
+    assert counted(served) == COUNTED
+    parallel = serve(model, hf_overrides=ROW, **TWO_RANKS)
+    assert parallel.tokens == stock.tokens
+    assert len(parallel.layers) == LAYERS
 
 
 def test_fatrelu_without_a_gate(tmp_path: Path, serve: Serve) -> None:
@@ -66,33 +55,6 @@ def test_fatrelu_without_a_gate(tmp_path: Path, serve: Serve) -> None:
     served = serve(model, hf_overrides=ROW)
     assert len(served.layers) == LAYERS
     assert served.tokens == greedy(model, PROMPTS)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "reason"),
-    [
-        ("Nemotron", {"dtype": "float32"}, "weights must be bfloat16 or float16, got torch.float32"),
-        ("OPT", {"enable_lora": True}, "LoRA is enabled"),
-        ("OPT", {"model_impl": "vllm"}, ""),
-    ],
-)
-def test_layers_that_cannot_run_as_without_twell(
-    kind: str, options: dict[str, Any], reason: str, tmp_path: Path, serve: Serve
-) -> None:
-    model = checkpoint(tmp_path, "relu2", kind=kind)
-    stock, served = serve(model, plugin=False, **options), serve(model, **options)
-    assert served.tokens == stock.tokens
-    assert served.layers == []
-    said = [line for line in served.log.splitlines() if "twell:" in line]
-    assert len(said) == bool(reason)
-    assert all(f"{LAYERS} feed-forward layers run as without twell: {reason}" in line for line in said)
-
-
-def test_another_activation_is_untouched(tmp_path: Path, serve: Serve) -> None:
-    model = checkpoint(tmp_path, "gelu_pytorch_tanh", kind="Starcoder2")
-    stock, served = serve(model, plugin=False), serve(model)
-    assert (served.tokens, served.model, served.layers) == (stock.tokens, stock.model, [])
-    assert "twell:" not in served.log
 
 
 def found(kind: str, activation: str = "relu", **config: Any) -> Any:

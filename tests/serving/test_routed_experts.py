@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import HEADS, ON_GPU, TWO_RANKS, Serve, Served, assert_alike, checkpoint, greedy, needs_gpus
+from served import HEADS, LAYERS, ON_GPU, ROW, TWO_RANKS, Serve, Served, assert_alike, checkpoint, greedy, needs_gpus
 
-LAYERS = 2
 SIZES = {
     "layers_block_type": ["mamba", "moe", "attention", "moe"],
     "n_routed_experts": 8,
@@ -21,7 +20,6 @@ SIZES = {
     "moe_shared_expert_intermediate_size": 256,
 }
 EXPERTS = {"experts": True}
-ROW = {"sparsity_strategy": "row"}
 
 
 @pytest.fixture(scope="module")
