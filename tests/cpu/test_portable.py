@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import itertools
-import json
 import logging
 import re
 import shutil
@@ -15,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_kernels
 import torch
 import torch.nn.functional as F
-from tiny_kernels import Compiler, compile_tiny
+from tiny_kernels import Compiler, package_tiny
 from torch import Tensor
 
 from cute_kernels import catalog
@@ -26,7 +24,7 @@ from tests import programs
 from tests.cpu import fake_gpu
 from twell import tuning
 from twell._activation import RELU
-from twell._runtime import cache, device, fingerprint, geometry, log, packaged, program, resolve, specs
+from twell._runtime import cache, device, geometry, log, packaged, program, resolve, specs
 from twell.commands import info
 from twell.ops import hybrid
 from twell.ops.operands import Operands
@@ -72,27 +70,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Capability], None]:
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """A compiler of tiny kernels, an empty cache, and no kernel loaded."""
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(resolve, "_kernels", {})
-    monkeypatch.setattr(resolve, "_missing", set())
-    return tiny_kernels.install(monkeypatch)
-
-
-@pytest.fixture
-def wheel_of_all(tmp_path: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Path:
+def wheel_of_all(tmp_path: Path, entries_folder: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a wheel with a library for each architecture, whose kernels return their place in ``GPUS``."""
     folder = tmp_path / "_lib"
     monkeypatch.setattr(packaged, "FOLDER", folder)
     for number, arch in enumerate(specs.ARCHITECTURES):
-        part = packaged.folder_of(arch)
-        part.mkdir(parents=True, exist_ok=True)
-        symbol = tuning.gathered(torch.bfloat16, 1, family=specs.ARCHITECTURES[arch]).symbol
-        compile_tiny(symbol, part / packaged.LIBRARY, number, "-shared")
-        manifest = {"arch": arch, "toolkit": "cu12", "versions": fingerprint.versions()}
-        manifest |= {"source_hash": fingerprint.source_hash(), "symbols": [symbol]}
-        (part / "manifest.json").write_text(json.dumps(manifest))
+        spec = tuning.gathered(torch.bfloat16, 1, family=specs.ARCHITECTURES[arch])
+        package_tiny(packaged.folder_of(arch), spec, number, arch=arch, toolkit="cu12")
     return folder
 
 

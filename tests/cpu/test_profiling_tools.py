@@ -292,6 +292,7 @@ class TestScripts:
         assert done.returncode == 2
         assert done.stderr.startswith("ncu.sh: nothing was measured: no kernel matched regex:cute_kernels|^twell_")
 
+    @pytest.mark.nightly
     def test_ncu(self, tools: Path, tmp_path: Path) -> None:
         log = stand_in(tools, "ncu", report=".ncu-rep", csv=raw((ROW, ROW_1)))
         arguments = ["up_down", *TINY, "--launch-skip", "1", "--launch-count", "2", "--kernel", "up_down"]

@@ -32,7 +32,7 @@ def compile_tiny(symbol: str, out: Path, answer: int = 42, *flags: str) -> None:
 
 def package_tiny(folder: Path, spec: specs.Spec, answer: int, **changes: Any) -> None:
     """Make a folder with a packaged library of one kernel, and its manifest with these changes."""
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     compile_tiny(spec.symbol, folder / packaged.LIBRARY, answer, "-shared")
     manifest = {"arch": fingerprint.ARCH, "toolkit": "cu13", "versions": fingerprint.versions()}
     manifest |= {"source_hash": fingerprint.source_hash(), "symbols": [spec.symbol]}

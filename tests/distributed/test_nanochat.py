@@ -88,8 +88,10 @@ def both(device: torch.device, compiled: bool, ranks: int) -> list[list[str]]:
     return [train(device, sparse, "auto", compiled, rank, ranks) for sparse in (False, True)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "compiled"),
+    [(2, True), *(pytest.param(*how, marks=pytest.mark.nightly) for how in ((1, False), (1, True), (2, False)))],
+)
 def test_losses_are_those_of_the_stock_model(cpu_ranks: Callable[..., list[Any]], ranks: int, compiled: bool) -> None:
     for dense, sparse in cpu_ranks(ranks, both, compiled, ranks):
         assert sparse == dense
