@@ -136,7 +136,13 @@ def test_activations_that_no_stock_class_has_never_run_without_twell(
         ("Nemotron", "relu2", "", {"dtype": "float32"}, "weights must be bfloat16 or float16, got torch.float32"),
         ("Llama", "relu", "", {"request": {"broken": True}}, "its kernels cannot be loaded"),
         ("Llama", "relu", "channel", {}, "the model must be in bfloat16 with weights in e4m3, got torch.float16"),
-        ("Llama", "relu", "odd", {}, "N must be a positive multiple of 8 for the sparse kernels, got 700"),
+        (
+            "Llama",
+            "relu",
+            "odd",
+            {},
+            "sizes of a rank: N must be a positive multiple of 8 for the sparse kernels, got 700",
+        ),
     ],
 )
 def test_what_runs_as_without_twell_and_why(
