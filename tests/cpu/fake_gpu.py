@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from twell import _modes
 from twell._runtime import device, host, kernel_module, program, resolve, specs
@@ -192,6 +193,16 @@ def on_cuda(op: str, *arguments: Any) -> Any:
     schema = getattr(torch.ops.twell, op).default._schema
     left_out = [argument.default_value for argument in schema.arguments][len(arguments) :]
     return sys.modules[f"twell.ops.{op}"]._cuda(*arguments, *left_out)
+
+
+class OnCuda(TorchDispatchMode):
+    """Runs this package's operators as on a GPU, whatever their tensors say."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace != "twell":
+            return op(*args, **(kwargs or {}))
+        with _disable_current_modes():
+            return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **(kwargs or {}))
 
 
 class Arrived:
