@@ -129,7 +129,7 @@ _START_S = 120
 
 
 def fields(size: str) -> dict[str, str]:
-    return dict(word.split("=") for word in SIZES[size].split())  # type: ignore[misc]
+    return dict(word.split("=") for word in SIZES[size].split())
 
 
 def cases(op: str, size: str) -> Iterator[Case]:

@@ -35,7 +35,8 @@ import torch
 
 from tests import family
 from tests.cases.drawn import draw
-from tests.cases.verdicts import Result, judge, same_bits, spoil, tensors
+from tests.cases.judged import Result
+from tests.cases.verdicts import judge, same_bits, spoil, tensors
 from tests.fuzz.ledger import header
 from tests.fuzz.run import Watchdog, give_back, prepare, usable
 from twell.testing.calls import caller

@@ -5,6 +5,7 @@ Each field has a stream of its own, so that a new field changes no earlier case.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,8 @@ MOST_K = 1024
 class Limits(NamedTuple):
     """Limits of a case: tokens, neurons, m * n, n * k, m * n * k, the classes of K, and neurons of very long sums.
 
-    screens: whether there are kernels of the int8 screen. graphs: whether there are CUDA graphs and streams.
+    screens: whether there are kernels of the int8 screen. graphs: whether there are CUDA graphs and streams. adapters:
+    whether there is peft.
     """
 
     m: int
@@ -64,6 +66,7 @@ class Limits(NamedTuple):
     many: int = MANY_NEURONS[-1]
     screens: bool = True
     graphs: bool = False
+    adapters: bool = importlib.util.find_spec("peft") is not None
 
     @classmethod
     def of(cls, device: str, jit: bool = False, portable: bool = False) -> Limits:
@@ -133,7 +136,7 @@ def draw(seed: int, number: int, limits: Limits, kinds: Sequence[str] = tuple(KI
 def _layer(s: Streams, kind: str, number: int, limits: Limits, given: dict[str, Any]) -> dict[str, Any]:
     """A layer, or one behind a given gate."""
     what = s.pick("what", {"aux": 4, "forward": 4, "train": 6, "decode": 3, "overflow": 2, "e4m3": 4, "rank": 1})
-    if kind == "given" and what in ("e4m3", "rank"):
+    if (kind == "given" and what in ("e4m3", "rank")) or (what == "rank" and not limits.adapters):
         what = "aux"
     if what == "e4m3":
         return _float8(s, limits, given)

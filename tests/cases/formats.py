@@ -61,7 +61,7 @@ def judge_kept(
     total = int(right.nonzeros)
     places = expected.pop("entries")[:total] & 0xFFFF
     judge_bits("places of entries", found["entries"][:total] & 0xFFFF, places)
-    token, neuron = _in_order(gate)
+    token, neuron = in_order(gate)
     value = (found["entries"][:total] >> 16).short().view(case.torch_dtype)
     judge_elements("gate", value, Answer(right.gate.right[token, neuron], right.gate.off[token, neuron]), result)
     if right.up is not None:
@@ -90,17 +90,17 @@ def packed_words(gate: Tensor, compression: int) -> tuple[Tensor, Tensor]:
     return words[:, :, :width].reshape(m, tiles * width), stats.int()
 
 
-def _ranks(gate: Tensor) -> Tensor:
+def ranks_of(gate: Tensor) -> Tensor:
     """The place of each neuron in the list of its tile of 128 tokens, [tiles, N]; and -1 where it is in none."""
     m, n = gate.shape
     active = F.pad(gate != 0, (0, 0, 0, -m % 128)).view(-1, 128, n).any(1)
     return (active.cumsum(1) - 1).where(active, -1)
 
 
-def _in_order(gate: Tensor) -> tuple[Tensor, Tensor]:
+def in_order(gate: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens and neurons of the non-zeros, by tile of tokens, chunk of 64 ranks, token, and rank."""
     token, neuron = gate.nonzero(as_tuple=True)
-    rank = _ranks(gate)[token // 128, neuron]
+    rank = ranks_of(gate)[token // 128, neuron]
     key = (token // 128 * (gate.shape[1] + 64) + rank // 64) * (1 << 13) + token % 128 * 64 + rank % 64
     order = key.argsort()
     return token[order], neuron[order]
@@ -111,7 +111,7 @@ def hybrid_parts(gate: Tensor, up: Tensor | None) -> dict[str, Tensor]:
     m, n = gate.shape
     capacity, tiles, columns = m * min(n, max(64, n // 36)), -(-m // 128), -(-n // 64)
     capacity += -capacity % 8
-    ranks, (token, neuron) = _ranks(gate), _in_order(gate)
+    ranks, (token, neuron) = ranks_of(gate), in_order(gate)
     total, lengths, device = len(token), (ranks >= 0).sum(1), gate.device
 
     def zeros(*shape: int) -> Tensor:

@@ -1,10 +1,33 @@
-"""The cases of pinned.txt: edges, and what was wrong once."""
+"""The cases of pinned.txt, edges and what was wrong once, and of pinned_gpu.txt, which are for GPUs alone."""
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 from twell.testing.case import Case
 
-_LINES = (Path(__file__).parent / "pinned.txt").read_text().splitlines()
-PINNED = [Case.of(line) for line in _LINES if line.partition("#")[0].strip()]
+
+def cases(line: str) -> Iterator[Case]:
+    """The cases of a line: "m=1|9" is one for each, and "dtype=bf16/fp16" one of these, drawn by the other words."""
+    kind, *words = line.partition("#")[0].split()
+    fields = [word.partition("=")[::2] for word in words]
+    for values in itertools.product(*(value.split("|") for _, value in fields)):
+        own = {
+            name: random.Random(f"{kind} {values} {name}").choice(value.split("/"))
+            for (name, _), value in zip(fields, values)
+        }
+        # of biases or gradients, none is one of several
+        yield Case.of(" ".join([kind, *(f"{name}={value}" for name, value in own.items() if value)]))
+
+
+def read(name: str) -> list[Case]:
+    lines = (Path(__file__).parent / name).read_text().splitlines()
+    return [case for line in lines if line.partition("#")[0].strip() for case in cases(line)]
+
+
+# edges, and what was wrong once
+PINNED = read("pinned.txt")
+ON_GPUS = [*dict.fromkeys([*PINNED, *read("pinned_gpu.txt")])][len(PINNED) :]

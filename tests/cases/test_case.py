@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tests.cases import drawn, verdicts
 from tests.cases.drawn import Limits, draw
-from tests.cases.pinned import PINNED
+from tests.cases.pinned import ON_GPUS, PINNED
+from tests.cases.pinned import cases as cases_of
 from tests.cases.verdicts import attempt, verdict
 from twell import _choice, _projections, float8, testing
 from twell._activation import Activation
@@ -36,14 +37,22 @@ LIMITS = Limits.of("cpu")
 
 
 def test_lines_are_read_as_they_are_written() -> None:
-    for case in [*PINNED, *(draw(3, number, Limits.of("cuda")) for number in range(300))]:
+    for case in [*PINNED, *ON_GPUS, *(draw(3, number, Limits.of("cuda")) for number in range(300))]:
         assert Case.of(str(case)) == case
     assert str(Case("layer")) == "layer"
     assert str(Case("layer", m=3, exact=False, threshold=2, activation="fatrelu")) == (
         "layer m=3 exact=False activation=fatrelu threshold=2.0"
     )
     assert Case.of("layer m=3  # why") == Case("layer", m=3)
-    assert len(set(PINNED)) == len(PINNED)
+    for table in (PINNED, ON_GPUS):
+        assert len(set(table)) == len(table)
+
+
+def test_a_line_may_be_several_cases() -> None:
+    found = list(cases_of("layer m=1|9 strategy=row|union dtype=bf16/fp16 biases=/gate  # why"))
+    assert [(case.m, case.strategy) for case in found] == [(1, "row"), (1, "union"), (9, "row"), (9, "union")]
+    assert found == list(cases_of("layer m=1|9 strategy=row|union dtype=bf16/fp16 biases=/gate"))
+    assert {case.dtype for case in ON_GPUS} == {"bf16", "fp16"}
 
 
 @pytest.mark.parametrize(

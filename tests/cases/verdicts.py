@@ -1,7 +1,7 @@
 """Whether a call computes what its case asks for: bits of integers, bounds of real numbers, the same bits again.
 
-What a call returns is filled with NaN before it is called again, which must give the same bits; so must a CUDA graph,
-which then gets other tokens. On a GPU free memory holds NaN.
+What a call returns is filled with NaN before it is called again, which must give the same bits and, on a GPU, not wait
+for it; so must a CUDA graph, which then gets other tokens. On a GPU free memory holds NaN.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,7 +66,8 @@ def run(case: Case, device: torch.device, result: Result) -> None:
         # in every second case the next call gets this memory; in the others it must not touch it
         held = first if case.seed % 2 else {}
         del first
-        again = call()
+        with no_waits(device):
+            again = call()
         if case.strategy != "site":
             same_bits(again, outputs, "a second call")
         if not spoilt(held, keep):
@@ -117,6 +118,18 @@ def without_others(case: Case, o: Operands, outputs: Outputs) -> None:
     y, ours = outputs["y"].view(case.m, -1)[::3], caller(fewer, laid_out(fewer, part))()["y"]
     if not torch.equal(ours.nan_to_num(), y.nan_to_num()):
         raise Mismatch("other tokens change the bits of some")
+
+
+@contextlib.contextmanager
+def no_waits(device: torch.device) -> Iterator[None]:
+    """What would make the host wait for a GPU raises; a first call may, as it loads kernels."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 # Memory

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.cases.verdicts import Result
+from tests.cases.judged import Result
 from twell import testing
 from twell.testing.case import Case
 

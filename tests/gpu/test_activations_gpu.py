@@ -1,4 +1,4 @@
-"""The ReLU family in inference on the GPU: every strategy, bit by bit; special values against the CPU."""
+"""The ReLU family on the GPU with values that Cases do not have: against the CPU, bit by bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from activations import BIASES, DTYPES, EVERY, FAMILY, float64_hidden, form
+from activations import DTYPES, EVERY, FAMILY
 from torch import Tensor
 
 from twell import ops, testing
@@ -15,83 +15,25 @@ from twell.testing import FFN
 
 CUDA = torch.device("cuda")
 BF16, FP16 = torch.bfloat16, torch.float16
-K, N = 264, 776
-
-
-def integers(m: int, name: Any, dtype: Any = BF16, density: float = 0.05, k: int = K, n: int = N) -> FFN:
-    return testing.integer_problem(m, k, n, density=density, biases=BIASES, dtype=dtype, device=CUDA, activation=name)
-
-
-@pytest.fixture(autouse=True)
-def exact_products() -> Any:
-    """PyTorch's own products, of strategy "dense", with sums in fp32."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
-    yield
-    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
-
-
-def check(problem: FFN, gated: bool, how: dict[str, Any], *strategies: str) -> None:
-    """y and the figures of a layer without gradients, whose memory holds NaN before."""
-    gate = testing.float64_gate(problem, how["threshold"])
-    m = max(len(problem.x), 1)
-    # at most these round h to 16 bits, and all sums of |h| are before that, except for dense's
-    right = {rounded: testing.exact_output(problem, gated=gated, rounded=rounded, **how) for rounded in (False, True)}
-    total = float(float64_hidden(problem, how["activation"], how["threshold"], gated).abs().sum())
-    for strategy in strategies:
-        with torch.no_grad():
-            y, l1, l0 = testing.poisoned(lambda s=strategy: _call(problem, gated, s, how))
-        testing.assert_same(y, right[strategy not in ("row", "row+invariant")], strategy)
-        assert float(l0) == float((gate != 0).sum().float() / m), strategy
-        assert float(l1) == pytest.approx(total / m, rel=1e-2 if strategy == "dense" else 2e-6), strategy
-
-
-def _call(problem: FFN, gated: bool, strategy: str, how: dict[str, Any]) -> tuple[Tensor, ...]:
-    y, aux = testing.sparse_layer(problem, gated=gated, strategy=strategy, **how)
-    return y, aux.l1, aux.l0
-
-
-@EVERY
-@pytest.mark.parametrize(
-    ("m", "dtype"),
-    [(0, BF16), (1, BF16), (9, FP16), (60, BF16), (200, FP16), (300, BF16), (1500, FP16), (2100, BF16), (2100, FP16)],
-)
-def test_every_strategy(name: Any, threshold: float, gated: bool, m: int, dtype: torch.dtype) -> None:
-    """For every number of tokens that has kernels of its own."""
-    check(integers(m, name, dtype), gated, form(name, threshold), "row", "union", "row+invariant", "dense")
-
-
-@EVERY
-def test_heavy_tokens_and_spilled_tiles(name: Any, threshold: float, gated: bool) -> None:
-    """All non-zeros in one token of each eight, which two CTAs share where others have one each; then most in all."""
-    for m in (1200, 2100):
-        problem = integers(m, name, density=0.9)
-        x = problem.x.clone()
-        x[torch.arange(m, device=CUDA) % 8 != 3] = 0
-        check(problem._replace(x=x, b_gate=None), gated, form(name, threshold), "row")
-    for m in (5, 130, 2100):
-        check(integers(m, name, density=0.6), gated, form(name, threshold), "row", "union")
-
-
-# Special values
 
 
 @DTYPES
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_activation_of_dense_layers_for_every_gate(name: str, dtype: torch.dtype) -> None:
+    """Beside special values, with ReLU beside any."""
     gate = torch.arange(1 << 16).to(torch.int16).view(dtype).expand(20, -1).contiguous()
     info = torch.finfo(dtype)
     special = [0.0, -0.0, 1.0, -3.0, math.inf, -math.inf, math.nan, info.tiny, -info.tiny / 4, info.max, 1 / 3, 1e-3]
-    generator = torch.Generator().manual_seed(0)
-    values = torch.tensor(special).to(dtype)
-    dh, up = (values[torch.randint(len(special), gate.shape, generator=generator)] for _ in range(2))
+    values, generator = torch.tensor(special).to(dtype), torch.Generator().manual_seed(0)
+    some = [values[torch.randint(len(special), gate.shape, generator=generator)] for _ in range(2)]
+    shuffled = [gate[:, torch.randperm(1 << 16, generator=generator)] for _ in range(2)]
     for threshold in (0.0, 1.3, float(info.tiny) / 2) if name == "fatrelu" else (0.0,):
-        ours = testing.poisoned(lambda t=threshold: (ops.reglu(gate.to(CUDA), up.to(CUDA), name, t),))[0]
-        testing.assert_same(ours.cpu(), ops.reglu(gate, up, name, threshold), f"h, threshold {threshold}")
-        found = ops.reglu_backward(dh.to(CUDA), gate.to(CUDA), up.to(CUDA), name, threshold)
-        for key, a, b in zip(("d_gate", "d_up"), found, ops.reglu_backward(dh, gate, up, name, threshold)):
-            testing.assert_same(a.cpu(), b, f"{key}, threshold {threshold}")
+        for dh, up in (some, shuffled)[: 1 + (name == "relu")]:
+            ours = testing.poisoned(lambda t=threshold, up=up: (ops.reglu(gate.to(CUDA), up.to(CUDA), name, t),))[0]
+            testing.assert_same(ours.cpu(), ops.reglu(gate, up, name, threshold), f"h, threshold {threshold}")
+            found = ops.reglu_backward(dh.to(CUDA), gate.to(CUDA), up.to(CUDA), name, threshold)
+            for key, a, b in zip(("d_gate", "d_up"), found, ops.reglu_backward(dh, gate, up, name, threshold)):
+                testing.assert_same(a.cpu(), b, f"{key}, threshold {threshold}")
 
 
 def layer_of(gates: Tensor, ups: Tensor, m: int) -> FFN:

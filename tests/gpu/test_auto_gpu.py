@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -276,36 +275,6 @@ def test_checkpoints_while_choices_change(
             torch.cuda.synchronize()
             seen |= {row.strategy for row in twell.explain(mlp) if row.kind == "training"}
     assert seen == {"dense", "union"}
-
-
-def test_moves_and_copies(topic: FFN) -> None:
-    mlp = module(topic).requires_grad_(False)
-    settle(mlp, topic.x)
-    row = twell.explain(mlp).rows[0]
-    for other in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp)), copy.deepcopy(mlp).to("cpu").to("cuda")):
-        # figures still in transfer are dropped
-        assert twell.explain(other).rows[0]._replace(measured=row.measured) == row
-        other(topic.x)
-        assert twell.explain(other).rows[0].calls == row.calls + 1
-    assert twell.explain(copy.deepcopy(mlp).to("cpu")).rows[0].strategy == "dense"
-
-
-@BOTH
-def test_layouts_give_the_same_bits(topic: FFN, gated: bool) -> None:
-    """Kernels read the same rows, forward and backward."""
-    rows, linear = module(topic, gated), module(topic, gated, "linear")
-    dy = testing.real_upstream(topic)
-    for strategy in ("row", "union"):
-        rows.strategy = linear.strategy = strategy  # type: ignore[assignment]
-        with torch.no_grad():
-            for m in (1, 64, M):
-                testing.assert_same(linear(topic.x[:m]), rows(topic.x[:m]))
-    for mlp in (rows, linear):
-        mlp(topic.x).backward(dy)
-    for p, q in zip(linear.parameters(), rows.parameters(), strict=True):
-        assert p.is_contiguous()
-        assert p.grad.is_contiguous()
-        testing.assert_same(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("m", [0, 1, 128, 300, M])

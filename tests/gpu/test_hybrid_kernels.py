@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cases import formats
 from twell import tuning
 from twell._runtime import device, geometry, specs
 from twell.ops.gate_pack import fill_on_cpu, outputs
@@ -93,33 +94,24 @@ def pack(bits: Tensor, compression: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def expected_hybrid(bits: Tensor) -> tuple[Hybrid, Tensor]:
     """The format of gates [m, n] that fit, with the neuron of each entry; 0x55 where nothing is defined."""
+    # minus zero is none, NaN is one
+    gate = bits.view(BF16)
     m, n = bits.shape
     tiles, chunks = geometry.token_tiles(m), geometry.chunks(n)
-    nonzero = bits & 0x7FFF != 0
-    lists = torch.full((tiles, geometry.CHUNK * chunks), 0x5555, dtype=torch.int32)
-    offsets = torch.zeros(tiles, chunks + 1, dtype=torch.int32)
-    sizes = torch.zeros(tiles + 1, dtype=torch.int32)
-    entries, neurons, total = [], [], 0
+    ranks, (token, neuron) = formats.ranks_of(gate), formats.in_order(gate)
+    tile, rank = token // geometry.TOKEN_TILE, ranks[token // geometry.TOKEN_TILE, neuron]
+    place = token % geometry.TOKEN_TILE << 6 | rank % geometry.CHUNK
+    entries = bits[token, neuron].int() << 16 | place.int()
+    lists = torch.full((tiles, geometry.CHUNK * chunks), 0x5555, dtype=torch.int16)
     for b in range(tiles):
-        rows = slice(b * geometry.TOKEN_TILE, min(m, (b + 1) * geometry.TOKEN_TILE))
-        union = nonzero[rows].any(0).nonzero()[:, 0]
-        size = sizes[b] = union.numel()
-        token, neuron = nonzero[rows].nonzero(as_tuple=True)
-        rank = torch.searchsorted(union, neuron)
-        chunk, place = rank // geometry.CHUNK, rank % geometry.CHUNK
-        by_key = ((chunk * geometry.TOKEN_TILE + token) * geometry.CHUNK + place).argsort()
-        entries.append((bits[rows][token, neuron].int() << 16 | token.int() << 6 | place.int())[by_key])
-        neurons.append(neuron[by_key])
-        padded = geometry.chunks(int(size)) * geometry.CHUNK
-        lists[b, :padded] = union[torch.arange(padded).clamp(max=int(size) - 1)].int()
-        offsets[b] = total + torch.bincount(chunk + 1, minlength=chunks + 1).cumsum(0)
-        total += token.numel()
-    sizes[tiles] = total
-    empty = [torch.zeros(0, dtype=torch.int64)]
-    lists = torch.where(lists > 0x7FFF, lists - 0x10000, lists).to(torch.int16)
-    popularity = nonzero.sum(0).int()
-    every = torch.cat([torch.zeros(0, dtype=torch.int32), *entries])
-    return Hybrid(every, lists, offsets, sizes, popularity), torch.cat(empty + neurons)
+        own = (ranks[b] >= 0).nonzero()[:, 0].int().short()
+        padded = geometry.chunks(len(own)) * geometry.CHUNK
+        lists[b, :padded] = own[torch.arange(padded).clamp(max=len(own) - 1)]
+    counts = torch.bincount(tile * chunks + rank // geometry.CHUNK, minlength=tiles * chunks).view(tiles, chunks)
+    ends = counts.flatten().cumsum(0).view(tiles, chunks)
+    offsets = torch.cat([ends[:, :1] - counts[:, :1], ends], 1).int()
+    sizes = torch.cat([(ranks >= 0).sum(1), ends[-1, -1:]]).int()
+    return Hybrid(entries, lists, offsets, sizes, (gate != 0).sum(0).int()), neuron
 
 
 def run_compact(bits: Tensor, compression: int, dtype: torch.dtype, capacity: int, training: bool = True) -> Hybrid:

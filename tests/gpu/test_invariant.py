@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import twell
 from twell import testing
 from twell.testing import FFN
 
@@ -50,26 +49,3 @@ def test_bits_do_not_depend_on_neighbours() -> None:
         order = torch.randperm(512, device=x.device)
         testing.assert_same(output(problem, x[order]), expected[order], "shuffled")
         testing.assert_same(output(problem, x[:1].repeat(300, 1)), expected[:1].expand(300, -1), "repeated")
-
-
-def test_it_is_as_exact_as_row() -> None:
-    for m in (1, 200, 3000):
-        problem = testing.integer_problem(
-            m, 896, 2816, density=0.05, biases="gate up down", device=torch.device("cuda")
-        )
-        options = {"compression": 8}
-        by_row = testing.sparse_output(problem, strategy="row", **options)
-        testing.assert_same(testing.sparse_output(problem, strategy="row+invariant", **options), by_row)
-
-
-def test_graphs_and_modules() -> None:
-    layer = twell.nn.SparseGatedMLP(256, 1024, strategy="row", invariant=True, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(70, 256, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(layer, dynamic=True)
-    with torch.no_grad():
-        expected = layer(x)
-        for m in (1, 7, 70):
-            testing.assert_same(compiled(x[:m]), expected[:m], f"{m} tokens, compiled")
-            testing.assert_same(layer(x[:m]), expected[:m], f"{m} tokens")
-    with pytest.raises(NotImplementedError, match="computes inference alone"):
-        layer(x)

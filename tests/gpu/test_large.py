@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.strategies import exact, output, run
+import twell
+from tests.gpu.strategies import BY_NAME, exact
 from twell import ops, testing
 from twell.functional import Strategy
 
 LIMIT = 1 << 31
 pytestmark = pytest.mark.slow
-BY_NAME = pytest.mark.parametrize("strategy", ["row", "union"])
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_tokens(strategy: Strategy) -> None:
     tall = block._replace(x=block.x.repeat(LIMIT // 8192 // 128 + 1, 1))
     assert tall.x.numel() > LIMIT
     for gated in (True, False):
-        assert repeated(output(tall, strategy, gated), exact(block, strategy, gated))
+        assert repeated(testing.sparse_output(tall, gated=gated, strategy=strategy), exact(block, strategy, gated))
 
 
 def apart(matrix: Tensor) -> Tensor:
@@ -73,13 +73,34 @@ def apart(matrix: Tensor) -> Tensor:
 
 
 @BY_NAME
+@pytest.mark.parametrize("m", [257, 1152])
 @pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down"])
-def test_rows_far_apart(name: str, strategy: Strategy) -> None:
+def test_rows_far_apart(name: str, m: int, strategy: Strategy) -> None:
     """Tokens, or neurons."""
-    problem = testing.integer_problem(257, 264, 776, density=0.1, device="cuda")
+    problem = testing.integer_problem(m, 264, 776, density=0.1, device="cuda")
     spread = problem._replace(**{name: apart(getattr(problem, name))})
     for gated in (True, False):
         expected = exact(problem, strategy, gated)
-        testing.assert_same(output(spread, strategy, gated), expected)
-        # the layer has another kernel for few tokens
-        testing.assert_same(run(spread, strategy, gated).y, expected)
+        testing.assert_same(testing.sparse_output(spread, gated=gated, strategy=strategy), expected)
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "training"])
+def test_weights_that_are_columns_of_a_buffer_beyond_64_gb(strategy: str) -> None:
+    """Kernels that find rows by 32-bit offsets of 16 bytes would read other rows."""
+    if torch.cuda.mem_get_info()[1] < 110e9:
+        pytest.skip("needs a GPU with 110 GB")
+    n, k = 65_536, 64
+    problem = testing.integer_problem(130, k, n, density=0.008, device="cuda")
+    buffer = torch.empty(n, 600_000, dtype=torch.bfloat16, device="cuda")
+    w_up, w_down = (
+        buffer[:, column : column + k].copy_(weight) for column, weight in ((0, problem.w_up), (128, problem.w_down))
+    )
+    assert w_up.stride(0) * 2 * n > 64 << 30
+    dy = testing.integer_upstream(problem)
+    gate = problem.w_gate.clone().requires_grad_() if strategy == "training" else problem.w_gate
+    name = "row" if strategy == "row" else "union"
+    y = twell.sparse_gated_ffn(problem.x, gate, w_up, w_down.t(), strategy=name)
+    testing.assert_same(y.detach(), testing.exact_output(problem, rounded=name == "union"))
+    if strategy == "training":
+        (found,) = torch.autograd.grad(y, gate, dy)
+        testing.assert_same(found, testing.exact_gradients(problem, dy)["w_gate"].float().to(found.dtype))

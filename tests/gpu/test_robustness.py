@@ -1,4 +1,4 @@
-"""Bits that must not change: in a thousand repeats, over streams and threads, after out-of-memory, beside NaN.
+"""Bits that must not change: in a thousand repeats, in first calls of threads, after out-of-memory, beside NaN.
 
 Non-finite values. A token *fires* a neuron whose gate, after ReLU, is not zero; NaN is not. What holds for every
 strategy, forward and backward, and is tested here:
@@ -20,7 +20,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -28,7 +27,6 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.nn.functional as F
-from activations import same_bits
 from torch import Tensor
 
 import twell
@@ -137,69 +135,7 @@ def test_a_thousand_calls_keep_no_memory() -> None:
     assert abs(run(250) - before) < 100 * 512
 
 
-# Streams and threads
-
-
-def mixed_calls() -> list[Callable[[], Outputs]]:
-    """Calls with different launches: strategies, dtypes, sizes, training."""
-    light, skewed = testing.make("topic29", 1500), testing.make("skew29", 600, dtype=FP16)
-    few, heavy = testing.make("topic128", 5), testing.make("dense911", 130, 512, 1544)
-    dy, heavy_dy = testing.real_upstream(skewed), testing.real_upstream(heavy)
-    return [
-        lambda: forward(light, "row"),
-        lambda: forward(light, "union", gated=False),
-        lambda: step(skewed, dy),
-        lambda: forward(few, "row"),
-        lambda: step(heavy, heavy_dy, False),
-        lambda: forward(skewed, "dense"),
-    ]
-
-
-def in_threads(work: list[Callable[[], T]]) -> list[T]:
-    """Run every function in a thread of its own, all at once; the first exception is raised."""
-    results: list[Any] = [None] * len(work)
-    errors: list[BaseException] = []
-    barrier = threading.Barrier(len(work))
-
-    def run(i: int) -> None:
-        try:
-            barrier.wait()
-            results[i] = work[i]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not any(thread.is_alive() for thread in threads)
-    if errors:
-        raise errors[0]
-    return results
-
-
-@pytest.mark.parametrize("own_stream", [True, False], ids=["own streams", "one stream"])
-def test_threads_do_not_disturb_each_other(own_stream: bool) -> None:
-    """Forward and training calls of several threads at once."""
-    calls = mixed_calls()
-    expected = [call() for call in calls]
-    torch.cuda.synchronize()
-
-    def worker(i: int) -> Callable[[], int]:
-        def work() -> int:
-            stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
-            different = 0
-            with torch.cuda.stream(stream):
-                for _ in range(25):
-                    found = calls[i]()
-                    stream.synchronize()
-                    different += sum(not same_bits(found[name], right) for name, right in expected[i].items())
-            return different
-
-        return work
-
-    assert in_threads([worker(i % len(calls)) for i in range(2 * len(calls))]) == [0] * (2 * len(calls))
+# Threads
 
 
 def test_first_calls_of_many_threads(same_family: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.strategies import BF16, BIASES, CUDA, DTYPES, FP16, check, output, pack
+from tests.gpu.strategies import BF16, BIASES, CUDA, DTYPES, FP16, exact, pack
 from twell import ops, testing, tuning
 from twell._runtime import device, geometry, program, specs
 from twell.ops.gate_pack import outputs
@@ -89,8 +89,10 @@ def test_clusters_share_a_token(m: int, k: int, neurons: int, monkeypatch: pytes
         monkeypatch.setattr(tuning, "token_helpers", lambda *_, helpers=helpers: helpers)
         # programs keep what they were made with
         program.forget()
-        check(problem, "row")
-        runs = [output(random, "row") for _ in range(20)]
+        for gated in (True, False):
+            y = testing.sparse_output(problem, gated=gated, strategy="row")
+            testing.assert_same(y, exact(problem, "row", gated))
+        runs = [testing.sparse_output(random, strategy="row") for _ in range(20)]
         for run in runs[1:]:
             testing.assert_same(run, runs[0], f"{helpers} helpers")
         results[helpers] = runs[0]

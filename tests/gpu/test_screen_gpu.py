@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests import programs
 from tests.quantized import assert_right, hostile
 from twell import ops, reference, testing
 from twell._activation import Activation
-from twell._runtime import device, geometry, program, screen
+from twell._runtime import screen
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
@@ -45,13 +44,6 @@ def test_rows_are_quantised(k: int, weights: bool, dtype: torch.dtype) -> None:
         again = call()
         for name, first, second in zip(("q", "scale", "spread", "offset"), found, again):
             testing.assert_same(first.contiguous(), second.contiguous(), name)
-
-
-@pytest.fixture(autouse=True)
-def own_programs() -> Iterator[None]:
-    """Programs that are made for other sizes of slices or other devices are no one else's."""
-    yield
-    program.forget()
 
 
 def reaches(
@@ -148,23 +140,6 @@ def assert_as_union(problem: FFN, *activation: Any) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("biases", ["", "gate up down"])
-@pytest.mark.parametrize("density", [0.0, 0.02, 0.3, 1.0])
-@pytest.mark.parametrize("m", [1, 65, 128, 129, 1000])
-def test_integers_are_exact(m: int, density: float, biases: str, dtype: torch.dtype) -> None:
-    for k, n in ((8, 8), (72, 264), (896, 1000), (2048, 520)):
-        problem = testing.integer_problem(m, k, n, density=density, biases=biases, device=CUDA, dtype=dtype)
-        assert_as_union(problem)
-
-
-@pytest.mark.parametrize("activation", [("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 0.75)])
-def test_activations_are_exact(activation: tuple[str, float]) -> None:
-    form = "relu" if activation[0] == "fatrelu" else activation[0]
-    problem = testing.integer_problem(300, 128, 520, density=0.05, biases="gate up", device=CUDA, activation=form)
-    assert_as_union(problem, *activation)
-
-
-@DTYPES
 @pytest.mark.parametrize(("k", "n"), [(1024, 2816), (2048, 5632), (4096, 1000), (896, 4864)])
 def test_real_numbers_have_the_bits_of_union(k: int, n: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -189,19 +164,6 @@ def test_workloads_have_the_bits_of_union(workload: str, real_layers: Path | Non
         assert_as_union(testing.make(workload, 4096, device=CUDA))
 
 
-@pytest.mark.parametrize("ctas", [2, 20, 100])
-def test_bits_do_not_depend_on_how_units_are_dealt(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, m in (("topic29", 3000), ("skew29", 1100), ("uniform29", 1100)):
-        problem = testing.make(name, m, 256, 2816)
-        expected = screened(problem)
-        with monkeypatch.context() as patched:
-            patched.setattr(device, "sm_count", lambda index: ctas)
-            program.forget()
-            found = screened(problem)
-        for field, a, b in zip(("y", "l1", "stats", "union", "candidates"), found, expected, strict=True):
-            testing.assert_same(a, b, f"{field} of {name}")
-
-
 def test_rows_that_are_not_screened_have_the_bits_of_union() -> None:
     torch.manual_seed(0)
     draw = [torch.randn(s, device=CUDA) for s in ((300, 256), (520, 256), (520, 256), (520, 256))]
@@ -217,21 +179,6 @@ def test_rows_that_are_not_screened_have_the_bits_of_union() -> None:
     expected = programs.union_layer(problem._replace(x=x))
     testing.assert_same(union, expected[3], "union")
     testing.assert_same(y[128:256], expected[0][128:256], "y of the tile without them")
-
-
-def test_many_slices_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = testing.make("topic29", 1000, 512, 1024, device=CUDA)
-    expected = screened(problem)
-    monkeypatch.setattr(geometry, "UNION_ENTRIES", 1 << 18)
-    program.forget()
-    for name, found, right in zip(("y", "l1", "stats", "union", "candidates"), screened(problem), expected):
-        testing.assert_same(found, right, name)
-    monkeypatch.undo()
-    program.forget()
-    graph, outputs = testing.captured(lambda: programs.screened_layer(problem))
-    for _ in range(50):
-        graph.replay()
-        testing.assert_same(outputs[0], expected[0], "y")
 
 
 @torch.no_grad()

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, func
-from torch.autograd import forward_ad
+from torch import Tensor
 
 import twell
 from twell import testing
@@ -198,45 +197,24 @@ def test_auto_measures_on_a_device_that_is_not_current(device: str, training: bo
     assert any(row.figures is not None for row in twell.explain(mlp))
 
 
-@pytest.mark.parametrize("strategy", ["auto", "row", "union", "dense"])
-def test_the_default_device_changes_nothing(strategy: Any) -> None:
-    problem = testing.integer_problem(300, 64, 520, device="cuda")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("strategy", ["row", "union", "training"])
+def test_two_devices(strategy: str) -> None:
+    """The tensors' device counts, in forward and in backward; the current one is left alone."""
+    problem = testing.integer_problem(130, 264, 776, biases="gate up down", device="cuda:0", dtype=torch.float16)
     dy = testing.integer_upstream(problem)
-
-    def results() -> list[Tensor]:
-        mlp = module(problem, strategy=strategy)
-        with torch.no_grad():
-            found = [mlp(problem.x) for _ in range(3)]
-        for _ in range(3):
-            x = problem.x.clone().requires_grad_()
-            y, aux = mlp(x, return_aux=True)
-            (y * dy).float().sum().backward()
-            torch.cuda.synchronize()
-            found += [y.detach(), aux.l1.detach(), x.grad]
-        packed = twell.pack(problem.x, problem.w_gate)
-        return [*found, packed.unpack(), packed.nnz()]
-
-    expected = results()
-    for default in ("cpu", "meta"):
-        with torch.device(default):
-            for ours, theirs in zip(results(), expected, strict=True):
-                testing.assert_same(ours, theirs)
-
-
-# Derivatives, memory
-
-
-def test_transforms_and_tangents() -> None:
-    """ "auto" is dense, names of sparse strategies refuse."""
-    p = testing.make("topic29", 300)
-    x, t = p.x, torch.randn_like(p.x)
-
-    def tangent(f: Callable[[Tensor], Tensor]) -> Tensor:
-        with forward_ad.dual_level():
-            return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
-
-    for derive in (tangent, lambda f: func.jvp(f, (x,), (t,))[1], lambda f: func.vmap(f)(x[:8])):
-        testing.assert_same(derive(call_of(p, "auto")), derive(call_of(p, "dense")))
-        for strategy in ("row", "union"):
-            with pytest.raises(NotImplementedError, match="takes plain tensors"):
-                derive(call_of(p, strategy))
+    right = testing.exact_gradients(problem, dy) if strategy == "training" else {"y": testing.exact_output(problem)}
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            for device in ("cuda:1", "cuda:0"):
+                own = problem.to(device)
+                if strategy == "training":
+                    found = testing.sparse_gradients(own, dy.to(device), strategy="union")
+                else:
+                    found = {"y": testing.sparse_output(own, strategy=strategy)}
+                for name, t in found.items():
+                    assert t.device == torch.device(device)
+                    testing.assert_same(t.to("cuda:0"), right[name].to(t.dtype), name)
+                assert torch.cuda.current_device() == current
+    with pytest.raises(ValueError, match="cuda:1"):
+        testing.sparse_output(problem._replace(w_up=problem.w_up.to("cuda:1")), strategy="row")

@@ -1,6 +1,7 @@
-"""Modules compiled, autocast, gradients of some operands, calls without the dispatcher, the packaged library."""
+"""Modules compiled, calls without the dispatcher, the packaged library."""
 
-import copy
+from __future__ import annotations
+
 import json
 import os
 import subprocess
@@ -9,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import twell
+from tests.gpu.strategies import BY_NAME
 from twell import testing
 from twell._runtime import packaged
 from twell.functional import Strategy
+from twell.nn import SparseGatedMLP, SparseMLP
 from twell.testing import FFN
-
-BF16, FP16 = torch.bfloat16, torch.float16
 
 
 @pytest.fixture
@@ -43,59 +43,25 @@ def test_calls_without_the_dispatcher_have_its_bits(layer: FFN, strategy: Strate
         testing.assert_same(ours, theirs)
 
 
-# torch.compile
-
-
-@pytest.fixture
-def fresh_compiler() -> None:
-    torch.compiler.reset()
-
-
-def modules(problem: FFN, strategy: Strategy = "row") -> list[tuple[nn.Module, bool]]:
-    """The two modules with the weights and biases of a problem, and whether each is gated."""
-    n, k = problem.w_gate.shape
-    bias = problem.b_gate is not None
-    options: dict[str, Any] = {"strategy": strategy, "device": "cuda", "dtype": problem.x.dtype}
-    gated, non_gated = (kind(k, n, bias, **options) for kind in (twell.nn.SparseGatedMLP, twell.nn.SparseMLP))
-    state = {"gate_proj.weight": problem.w_gate, "up_proj.weight": problem.w_up, "down_proj.weight": problem.w_down.t()}
-    if bias:
-        state |= {f"{name}_proj.bias": getattr(problem, f"b_{name}") for name in ("gate", "up", "down")}
-    gated.load_state_dict(state)
-    non_gated_state = {name.replace("gate_proj", "up_proj"): t for name, t in state.items() if "up_proj" not in name}
-    non_gated.load_state_dict(non_gated_state)
-    return [(gated.requires_grad_(False), True), (non_gated.requires_grad_(False), False)]
-
-
-@pytest.mark.usefixtures("fresh_compiler")
+@BY_NAME
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-@pytest.mark.parametrize("strategy", ["row", "union"])
-def test_compiled_modules(layer: FFN, mode: str | None, strategy: Strategy) -> None:
-    """The modules eager, compiled, and compiled into CUDA graphs, with new data in each call."""
-    for module, gated in modules(layer, strategy):
-        expected = testing.exact_output(layer, gated=gated, rounded=strategy == "union")
-        testing.assert_same(module(layer.x), expected)
-        compiled = torch.compile(copy.deepcopy(module), fullgraph=True, mode=mode)
-        for shift in (0, 1, 2, 3):
-            y = compiled(layer.x.roll(shift, 0))
-            testing.assert_same(y, expected.roll(shift, 0))
-
-
-# Autocast, gradients, figures
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_autocast(layer: FFN, dtype: torch.dtype) -> None:
-    """fp32 operands are cast to autocast's dtype; the result has that dtype."""
-    wide, narrow = layer.map(Tensor.float), layer.map(lambda t: t.to(dtype))
-    for gated in (True, False):
-        with torch.autocast("cuda", dtype):
-            y = testing.sparse_output(wide, gated=gated)
-        assert y.dtype == dtype
-        testing.assert_same(y, testing.exact_output(narrow, gated=gated))
-    for module, gated in modules(wide):
-        with torch.autocast("cuda", dtype):
-            y = module(wide.x)
-        testing.assert_same(y, testing.exact_output(narrow, gated=gated))
+@pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+def test_compiled_modules(cls: Any, mode: str | None, strategy: Strategy) -> None:
+    """Compiled by inductor, and into CUDA graphs: the bits of eager for new data in each step, in training too."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    mlp = cls(264, 776, bias=True, device="cuda", dtype=torch.bfloat16, strategy=strategy)
+    compiled = torch.compile(mlp, fullgraph=True, mode=mode)
+    parameters = tuple(mlp.parameters())
+    for _ in range(5):
+        x, dy = (torch.randn(130, 264, device="cuda").bfloat16() for _ in range(2))
+        torch.compiler.cudagraph_mark_step_begin()
+        with torch.no_grad():
+            testing.assert_same(compiled(x), mlp(x))
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [g.clone() for g in torch.autograd.grad(compiled(x), parameters, dy)]
+        for ours, right in zip(found, torch.autograd.grad(mlp(x), parameters, dy), strict=True):
+            testing.assert_same(ours, right)
 
 
 # The packaged library

@@ -264,7 +264,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 SMALLER: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda t: t[..., :1].expand(t.shape),
     "expanded rows": lambda t: t[:1].expand(t.shape),
-    "zeros without memory": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype),
+    "zeros without memory": lambda t: torch._efficientzerotensor(t.shape, dtype=t.dtype, device=t.device),
 }
 
 

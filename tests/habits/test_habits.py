@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.habits.entries import ENTRIES
-from tests.habits.habits import HABITS, ON_GPU
+from tests.habits.habits import HABITS
 from tests.habits.refusals import CALLS, sections, wrong
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,14 +22,6 @@ def test_habit(entry: str, habit: str) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
     HABITS[habit](ENTRIES[entry])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("entry", "habit"), [(name, habit) for name, row in ENTRIES.items() for habit in ON_GPU if habit not in row.absent]
-)
-def test_habit_on_a_gpu(entry: str, habit: str) -> None:
-    ON_GPU[habit](ENTRIES[entry])
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested", "ignore:.*spectral_norm")

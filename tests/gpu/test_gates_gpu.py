@@ -1,0 +1,77 @@
+"""Gates of any values on a GPU, NaN and infinities among them, as on the CPU: packed, their largest, in windows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import programs
+from tests.gpu.strategies import CUDA, DTYPES
+from twell import _choice, ops, reference, testing
+from twell._activation import Activation
+from twell.testing.operands import LAYOUTS
+
+
+def gates(m: int, n: int, dtype: torch.dtype) -> Tensor:
+    """Rare and frequent non-zeros, tiles that overflow, zeros of both signs, NaN and infinities."""
+    generator = torch.Generator().manual_seed(m + n)
+    gate = torch.randn(m, n, generator=generator)
+    gate -= torch.tensor([3.0, 1.0, 0.0, -1.0])[torch.randint(4, (m, 1), generator=generator)]
+    odd = torch.tensor([0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-8])
+    places = torch.rand(m, n, generator=generator) < 0.01
+    gate = torch.where(places, odd[torch.randint(len(odd), (m, n), generator=generator)], gate)
+    return gate.to(dtype)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+@pytest.mark.parametrize("compression", [2, 4, 8])
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (8, 5632), (33, 264), (130, 520), (700, 1032), (2049, 2056)])
+@DTYPES
+def test_packed(dtype: torch.dtype, m: int, n: int, compression: int, threshold: float) -> None:
+    gate, activation = gates(m, n, dtype), Activation("fatrelu", threshold)
+    right = programs.packed_on_cpu(activation.after(gate), compression)
+    for own in (gate.cuda(), LAYOUTS["padded"](gate.cuda())):
+        found = testing.poisoned(lambda own=own: programs.packed(own, compression, activation))
+        testing.assert_packed_same(found, right, n, compression)
+
+
+@DTYPES
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 3), (70, 520, 9), (9, 16384, 64), (5, 16392, 500), (3, 65536, 512)])
+def test_levels_are_those_of_a_stable_sort(dtype: torch.dtype, m: int, n: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    # few values, so that many are equal
+    gate = torch.randint(-20, 21, (m, n), generator=generator).to(dtype)
+    gate[0, :2], gate[-1, -1] = torch.nan, torch.inf
+    (levels,) = testing.poisoned(lambda: (programs.levels(gate.to(CUDA), k),))
+    testing.assert_same(levels.cpu(), reference.top_k(gate, k))
+    words, spill, _ = programs.packed(gate.to(CUDA), levels=levels)
+    testing.assert_same(ops.unpack(words, spill, n, 8).cpu(), reference.largest(gate.relu(), k))
+
+
+@DTYPES
+def test_largest_of_a_batch(dtype: torch.dtype) -> None:
+    gate = torch.randint(-30, 12, (300, 1000), device=CUDA).to(dtype)
+    gate[3, 5], gate[30, 1], gate[9] = torch.inf, torch.nan, -torch.inf
+    for most in (0, 1, 900, 30000, 90000, 300000):
+        assert torch.equal(_choice.largest(gate, most).cpu(), _choice.largest(gate.cpu(), most))
+
+
+@DTYPES
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (1000, 4104), (129, 65536)])
+def test_window(m: int, n: int, dtype: torch.dtype) -> None:
+    """Gates on levels and bounds; and a gate whose rows kernels do not read in place."""
+    gate = (torch.randint(-9, 10, (m, n)) / 4).to(dtype)
+    gate[0, 3], gate[-1, 5], gate[m // 2, 6], gate[0, 7] = torch.nan, torch.inf, -torch.inf, -0.0
+    level = (torch.arange(n) % 5).to(dtype) / 4
+    bounds = level, *_choice.bounds(level, 1.0)
+    right = gate.clone()
+    expected = ops.window(right, *bounds)
+    for more in (0, 3):
+        ours = torch.empty(m, n + more, dtype=dtype, device=CUDA)[:, :n]
+        given = [bound.cuda() for bound in bounds]
+        found = testing.poisoned(lambda ours=ours, given=given: ops.window(ours.copy_(gate), *given))
+        for one, other in zip((*found, ours), (*expected, right), strict=True):
+            testing.assert_same(one.cpu(), other)

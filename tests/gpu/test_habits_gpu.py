@@ -1,0 +1,36 @@
+"""Habits of entry points on a GPU: those that a GPU alone shows, and those that its kernels may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.habits.entries import ENTRIES, Call, Entry
+from tests.habits.habits import HABITS, ON_GPU
+
+
+class OnGpu(Entry):
+    """An entry point whose operands lie on the GPU."""
+
+    def call(self, strategy: Any = None, device: str = "cuda") -> Call:
+        return super().call(strategy, device)
+
+
+# the others are of code that no device changes, or Cases ask them on a GPU
+COLUMNS = ("compiled", "repeats", "owned", "strides", "memory", "opcheck", "empty", "transforms", "backward")
+HERE = ON_GPU | {name: HABITS[name] for name in COLUMNS}
+
+
+@pytest.mark.parametrize(
+    ("entry", "habit"), [(name, habit) for name, row in ENTRIES.items() for habit in HERE if habit not in row.absent]
+)
+def test_habit(entry: str, habit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    plain = torch.library.opcheck
+    # other checks compare all bytes of two runs, some of which mean nothing
+    tests = {"test_utils": ("test_schema", "test_faketensor")}
+    monkeypatch.setattr(torch.library, "opcheck", lambda op, args, kwargs, **how: plain(op, args, kwargs, **tests))
+    HERE[habit](OnGpu(**vars(ENTRIES[entry])))
