@@ -1,7 +1,7 @@
 """Run the commands behind profiling/results/, as many as fit the time, and go on with the others in the next call.
 
     python -m profiling.everything --list                  # what is older than kernels or version, and its seconds
-    python -m profiling.everything --out results --budget-s 540 --real FOLDER --text FOLDER     # on a GPU
+    python -m profiling.everything --out results --budget-s 540 --real FOLDER     # on a GPU
     python -m profiling.everything auto screen --out results --budget-s 540 --real FOLDER
 
 Without names: all that is older than the present kernels, and host times of another version than the present one, in

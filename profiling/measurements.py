@@ -2,8 +2,7 @@
 
 ``profiling.everything`` runs them; ``profiling.readme`` fills profiling/results/README.md from them. In a command $OUT
 is the file, $FOLDER its folder, $BUDGET the seconds that are left, and the others are inputs: $REAL recorded layers
-(``profiling.record``), $TEXT text, $RUNS a folder for models, which some commands train and others read. ``FROZEN`` are
-results whose scripts are gone.
+(``profiling.record``), $PACKAGE the paper's code. ``FROZEN`` are results whose scripts are gone.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from typing import NamedTuple
 
 INPUTS = {
     "REAL": "recorded layers 3 and 6 of a model",
-    "TEXT": "text to train on",
-    "RUNS": "folder for trained models",
     "PACKAGE": "checkout of github.com/SakanaAI/sparser-faster-llms",
 }
 
@@ -39,11 +36,6 @@ SHARED = ",skew=1,tokens=0.5,topic=0.5"
 LAYERS = "uniform29 skew29 topic29 topic128 dense911 real:$REAL/3 real:$REAL/6"
 BENCH = "python -m profiling.bench"
 AUTO = f"{BENCH} ffn,train,decode --workload {LAYERS} --m-decode 1,8,64,256 --memory --json $OUT"
-# Trainings of one model, which differ in the last options.
-TRAIN = (
-    "python examples/train.py --config 0.5B --text $TEXT --max-bytes 136314880 --steps 350 --tokens-per-step 65536 "
-    "--micro-batch 8 --warmup 20 --l1-warmup 40"
-)
 ENGINE = "python -m profiling.engine --work $FOLDER/engine"
 FEW_FLOAT8 = f"{BENCH} float8 --workload topic29 uniform29 --m 1 8 64 128 256 512 1024 2048 4096 8192 --seconds 0.4"
 # Neurons that fire per token, on an even pattern and on one that neighbouring tokens share.
@@ -289,29 +281,6 @@ ALL = (
         for ranks in (2, 4)
     ),
     Measurement(
-        "training_run",
-        "trainings of 0.5B, dense and sparse",
-        "trained model",
-        (
-            f"{TRAIN} --ffn dense --l1 1e-4 --out $RUNS/dense",
-            f"{TRAIN} --strategy dense --l1 1e-4 --out $RUNS/dense-again",
-            f"{TRAIN} --l1 1e-4 --out $RUNS/sparse",
-            f"{TRAIN} --l1 3e-4 --out $RUNS/sparser",
-            'python -m profiling.training_run dense=$RUNS/dense "dense again=$RUNS/dense-again" sparse=$RUNS/sparse '
-            '"sparse, L1 3e-4=$RUNS/sparser" --out $OUT',
-        ),
-        (190, 190, 160, 150, 5),
-        dated=True,
-    ),
-    Measurement(
-        "model",
-        "the trained 0.5B model, whole",
-        "trained model, trained speed-ups",
-        (f"{BENCH} model $RUNS/sparse/final --text $TEXT --accumulate 4 --energy --json $OUT",),
-        (110,),
-        dated=True,
-    ),
-    Measurement(
         "fuzz",
         "random layers against float64",
         "fuzz",
@@ -384,6 +353,8 @@ FROZEN = {
     "relufy": "SiLU models trained further with FATReLU",
     "relufy_model": "the sparsest of them beside dense",
     "training": "the kernels of a training step",
+    "training_run": "trainings of 0.5B, dense and sparse",
+    "model": "the trained 0.5B model, whole",
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import json
 import os
 import subprocess
@@ -286,26 +285,3 @@ def test_indivisible_sizes_are_refused(monkeypatch: Any) -> None:
     here = parallel.World(0, 2, "tp", torch.device("cpu"))
     with pytest.raises(RequestError, match="--parallel tp: the number of heads of q_proj must be a multiple"):
         parallel.spread(torch.nn.Identity(), here, torch.float32)
-
-
-@pytest.mark.nightly
-def test_runs_are_put_beside_each_other(
-    run: Callable[..., int], tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.syspath_prepend(str(root / "profiling"))
-    training_run: Any = importlib.import_module("training_run")
-    assert run("--steps", 4, "--eval-every", 2, out="sparse") == 0
-    assert run("--steps", 4, "--eval-every", 2, "--ffn", "dense", out="dense") == 0
-    assert run("--steps", 2, out="short") == 0
-    names = [f"{name}={tmp_path / name}" for name in ("dense", "sparse", "short")]
-    out = tmp_path / "runs.json"
-    assert training_run.main([*names[:2], "--out", str(out)]) == 0
-    written = json.loads(out.read_text())
-    assert [[row["step"] for row in steps] for steps in written["runs"].values()] == [[2, 4], [2, 4]]
-    assert all(row["held_out_ce"] > 0 and row["ce"] > 0 for steps in written["runs"].values() for row in steps)
-    assert [len(layers) for layers in written["layers"].values()] == [2, 2]
-    assert written["differences"] == {"dense": {}, "sparse": {"ffn": "sparse"}}
-    assert str(tmp_path) not in out.read_text()
-    with pytest.raises(SystemExit):
-        training_run.main([names[0], names[2], "--out", str(out)])
-    assert "expected runs of one --steps, got 2, 4" in capsys.readouterr().err
