@@ -205,10 +205,6 @@ def weight_of_integers(rows: int, columns: int, granularity: Granularity) -> Flo
     return float8(integers(rows, columns).to(E4M3), scale, granularity)
 
 
-ACTIVATIONS = [("relu", 0, True), ("relu", 0, False), ("relu2", 0, True), ("relu2", 0, False)]
-ACTIVATIONS += [("fatrelu", 1.5, True), ("drelu", 0, True)]
-
-
 def test_nan_reaches_the_tokens_that_fire_its_neuron() -> None:
     x, ones = float8(torch.tensor([[1.0], [-1.0]]).to(E4M3), torch.ones(2)), torch.ones(2, 1).to(E4M3)
     gate = float8(torch.tensor([[1.0], [-1.0]]).to(E4M3), torch.tensor(1.0))

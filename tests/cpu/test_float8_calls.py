@@ -34,14 +34,6 @@ def gated(p: dict[str, Any], **options: Any) -> Tensor:
     return y
 
 
-def test_x_with_a_scale_for_each_token_is_what_is_made_of_it() -> None:
-    p = problem()
-    assert_same(gated(p), gated(p, x=float8.quantize_tokens(p["x"])))
-    assert_same(gated(p, x=p["x"].view(3, 3, K)), gated(p).view(3, 3, K))
-    with torch.autocast("cpu", BF16):
-        assert_same(gated(p, x=p["x"].float()), gated(p))
-
-
 def weights() -> Any:
     return twell.quantize(torch.ones(N, K)), twell.quantize(torch.ones(N, K)), twell.quantize(torch.ones(K, N))
 
@@ -203,14 +195,6 @@ def test_explain() -> None:
     route = site.begin(torch.zeros(300, K, dtype=BF16), N, True, False, False, float8=True)
     assert route.strategy in ("row", "union")
     assert route.measurement is not None
-
-
-def test_a_static_scale() -> None:
-    gate, up, down = weights()
-    layer = twell.nn.Float8MLP(gate, up, down, input_scale=torch.tensor(0.25), strategy="row")
-    x = torch.full((2, K), 200.0, dtype=BF16)
-    # 200 / 0.25 is beyond e4m3
-    assert_same(layer(x), twell.sparse_gated_ffn(torch.full_like(x, 112.0), gate, up, down, strategy="row"))
 
 
 PLAIN = {"gated": False, "biases": "up+down"}

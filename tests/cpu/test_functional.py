@@ -64,12 +64,6 @@ def test_dense_takes_sizes_beyond_the_sparse_kernels(n: int, k: int) -> None:
         assert ffn(problem, strategy="dense").shape == (2, k)
 
 
-def test_the_largest_sizes() -> None:
-    for m, n, k in ((1, 65536, 8), (1, 8, 16384)):
-        problem = testing.integer_problem(m, k, n, density=0.01)
-        assert torch.equal(gated(problem), testing.exact_output(problem))
-
-
 @BOTH
 @pytest.mark.parametrize("strategy", ["row", "union", "dense"])
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """The reference, checked against the format's description with cases small enough to read."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -114,29 +112,3 @@ def test_window_equals_the_reference(dtype: torch.dtype) -> None:
     for actual, expected in zip(ops.window(gate, *given), (near, counts), strict=True):
         testing.assert_same(actual, expected)
     testing.assert_same(gate, kept)
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_operators_equal_the_reference(dtype: torch.dtype) -> None:
-    """Small integers, so that many gates are equal, to each other and to thresholds."""
-    p = testing.integer_problem(21, 16, 264, density=0.3, biases="gate down", dtype=dtype)
-    x, w_gate, _, w_down, b_gate, _, b_down = p._replace(w_up=None, b_up=None)
-    assert b_gate is not None
-    level = (torch.arange(264) % 5).to(dtype)
-    dy, dl1 = testing.integer_upstream(p), torch.tensor(0.5)
-    cases: list[dict[str, Any]] = [{"threshold": level}, {"k": 1}, {"k": 5}, {"k": 64}]
-    for given in cases:
-        name, number = ("topk", float(given["k"])) if "k" in given else ("fatrelu", 0.0)
-        behind = b_gate if "k" in given else torch.cat([b_gate, level])
-        if "k" not in given:
-            packed = ops.gate_pack(x, w_gate, behind, 8)
-            testing.assert_packed_same(packed, reference.gate_pack(x, w_gate, b_gate, 8, **given), 264, 8)
-        y, l1, nonzeros, *kept = ops.hybrid_forward(x, w_gate, None, w_down, behind, None, b_down, 8, 0, name, number)
-        layer = (x, w_gate, None, w_down, b_gate, None)
-        right = reference.hybrid_forward(*layer, b_down, **given)
-        for actual, expected in zip((y, l1, nonzeros), right, strict=True):
-            testing.assert_same(actual, expected)
-        found = ops.hybrid_backward(dy, dl1, *layer[:4], behind, None, *kept, True, True, name, number)
-        for actual, expected in zip(found, reference.hybrid_backward(dy, dl1, *layer, **given), strict=True):
-            if actual.numel():
-                testing.assert_same(actual[: len(expected)], expected.to(dtype))

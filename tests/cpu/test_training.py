@@ -195,28 +195,6 @@ def mains_of(p: testing.FFN, ffn: Function, layout: str) -> tuple[Tensor, ...]:
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("strategy", "layout", "dtype"),
-    [("union", "rows", BF16), ("union", "linear", torch.float32), ("dense", "linear", BF16)],
-)
-def test_main_gradients(ffn: Function, strategy: str, layout: str, dtype: torch.dtype) -> None:
-    p = draw(130, 264, 32, bias=True, dtype=dtype)
-    loss = weighted(torch.randn(130, 32))
-    expected = grads(ffn, p, loss, strategy=strategy)
-    mains = mains_of(p, ffn, layout)
-    for _ in range(2):
-        loss(*ffn(p, strategy=strategy, main_grads=mains)).backward()
-    weights = ("w_gate", "w_up", "w_down") if ffn is gated else ("w_gate", "w_down")
-    for name, main in zip(weights, mains, strict=True):
-        assert getattr(p, name).grad is None
-        gradient = expected[name].float().t() if name == "w_down" else expected[name].float()
-        torch.testing.assert_close(main - 2, 2 * gradient, rtol=1e-2 if dtype == BF16 else 1e-4, atol=1e-4)
-    for name, t in leaves(p, ffn).items():
-        if name not in weights:
-            testing.assert_same(t.grad, expected[name] + expected[name], name)
-
-
-@BOTH
 def test_some_main_gradients(ffn: Function) -> None:
     """Weights without one, or that need no gradient, behave as without any."""
     p, loss, expected = loss_and_problem(ffn)

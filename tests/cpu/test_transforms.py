@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, func
 from torch.autograd import forward_ad
 
 import twell
+from tests.habits.derivatives import DERIVATIVES, by_torch, tangent_of
 from twell import ops
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -22,13 +22,6 @@ Function = Callable[[Tensor], Tensor]
 
 GATED = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 PLAIN = ("x", "w_up", "w_down", "b_up", "b_down")
-# cycles of different lengths, so that all pairs occur
-BOTH, DENSE, SPARSE, DTYPES = (
-    (GATED, PLAIN),
-    ("auto", "site", "dense"),
-    ("row", "union", "union"),
-    (BF16, torch.float64),
-)
 
 
 def draw(names: tuple[str, ...], dtype: torch.dtype = BF16) -> dict[str, Tensor]:
@@ -40,42 +33,6 @@ def ffn(t: dict[str, Tensor], strategy: Any, **options: Any) -> Any:
     strategy = twell.AutoStrategy() if strategy == "site" else strategy
     function = twell.sparse_gated_ffn if "w_gate" in t else twell.sparse_ffn
     return function(**t, strategy=strategy, **options)
-
-
-def by_torch(t: dict[str, Tensor]) -> Tensor:
-    """The layer in PyTorch's operators."""
-    up = F.linear(t["x"], t["w_up"], t["b_up"])
-    hidden = F.relu(F.linear(t["x"], t["w_gate"], t["b_gate"])) * up if "w_gate" in t else F.relu(up)
-    return F.linear(hidden, t["w_down"], t["b_down"])
-
-
-def tangent_of(f: Function, x: Tensor, t: Tensor) -> Tensor | None:
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
-
-
-def total(f: Function) -> Function:
-    return lambda x: f(x).double().sum()
-
-
-# each takes a function of x [M, K], x and a tangent
-DERIVATIVES: dict[str, Callable[[Function, Tensor, Tensor], Any]] = {
-    "dual": tangent_of,
-    "dual of what requires grad": lambda f, x, t: tangent_of(f, x.clone().requires_grad_(), t),
-    "jvp": lambda f, x, t: func.jvp(f, (x,), (t,)),
-    "jacfwd": lambda f, x, t: func.jacfwd(f)(x),
-    "linearize": lambda f, x, t: func.linearize(f, x)[1](t),
-    "grad": lambda f, x, t: func.grad(total(f))(x),
-    "vjp": lambda f, x, t: func.vjp(f, x)[1](t),
-    "jacrev": lambda f, x, t: func.jacrev(f)(x),
-    "vmap": lambda f, x, t: func.vmap(f)(torch.stack((x, t))),
-    "vmap of tokens": lambda f, x, t: func.vmap(f)(x),
-    "gradients per sample": lambda f, x, t: func.vmap(func.grad(total(f)))(torch.stack((x, t))),
-    "hessian": lambda f, x, t: func.hessian(total(f))(x),
-    "forward over reverse": lambda f, x, t: func.jvp(func.grad(total(f)), (x,), (t,)),
-    "reverse over forward": lambda f, x, t: func.grad(lambda x: func.jvp(f, (x,), (t,))[1].double().sum())(x),
-    "jacobian": lambda f, x, t: torch.autograd.functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
-}
 
 
 def of_x(t: dict[str, Tensor], strategy: Any) -> Function:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import twell
 from tests.cpu import fake_gpu
 from twell._runtime import specs
 
@@ -30,15 +29,6 @@ def operands(m: int, n: int, k: int, gated: bool = True, bias: bool = True, dtyp
     if bias:
         found |= {"b_down": integers(k, dtype=dtype)} | ({"b_up": integers(n, dtype=dtype)} if gated else {})
     return found
-
-
-def test_auto_is_dense_on_a_cpu() -> None:
-    """On a CPU "auto" is dense and measures nothing."""
-    given = operands(260, 64, 16)
-    site = twell.AutoStrategy()
-    dense = twell.sparse_up_down(**given, strategy=site)
-    assert torch.equal(dense, twell.sparse_up_down(**given, strategy="dense"))  # type: ignore[arg-type]
-    assert not site.explain()
 
 
 @pytest.mark.parametrize("family", specs.FAMILIES)

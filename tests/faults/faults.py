@@ -114,7 +114,7 @@ FAULTS = (
         "python/twell/ops/pack.py",
         "overflows = counts > geometry.capacity(compression)",
         "overflows = counts >= geometry.capacity(compression)",
-        "tests/cpu/test_ops.py -k reference_on_integers",
+        "tests/cases/test_cases.py -k pinned",
     ),
     Fault(
         "formats: unpack reads 15 bits of a neuron",
@@ -311,7 +311,7 @@ FAULTS = (
         "python/twell/ops/ffn_float8.py",
         "quantize_tokens(x, scale)",
         "quantize_tokens(x)",
-        "tests/cpu/test_float8_calls.py -k static",
+        "tests/cases/test_cases.py -k pinned",
     ),
     # ---- thresholds ----
     Fault(
