@@ -20,22 +20,25 @@ from twell.ops import hybrid
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def integers(m: int, name: Any, *, density: float = 0.1, k: int = 72, n: int = 264, dtype: Any = BF16) -> testing.FFN:
-    return testing.integer_problem(m, k, n, density=density, biases=BIASES, dtype=dtype, activation=name)
-
-
 # Results
 
 
 @EVERY
-def test_the_tools_of_testing_agree_with_autograd_in_float64(name: Any, threshold: float, gated: bool) -> None:
+def test_the_tools_of_testing_agree_with_autograd_in_float64(
+    name: Any, threshold: float, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks that do not divide the rows."""
+    monkeypatch.setattr(testing.answers, "CHUNK_ROWS", 4)
     p = testing.integer_problem(9, 24, 40, density=0.4, biases=BIASES).map(Tensor.double)
     dy, how = torch.randn_like(p.x), form(name, threshold)
     right = float64_hidden(p, name, threshold, gated) @ p.w_down + p.b_down
     torch.testing.assert_close(testing.float64_output(p, gated=gated, **how), right)
     torch.testing.assert_close(testing.dense_output(p, gated=gated, **how), right)
-    found = testing.float64_gradients(p, dy, 0.5, gated=gated, **how)
-    for gradient, theirs in zip(found.values(), testing.dense_gradients(p, dy, 0.5, gated=gated, **how).values()):
+    found, dense = (
+        tool(p, dy, 0.5, gated=gated, **how) for tool in (testing.float64_gradients, testing.dense_gradients)
+    )
+    assert tuple(found) == tuple(dense) == tuple(p.present(gated))
+    for gradient, theirs in zip(found.values(), dense.values()):
         torch.testing.assert_close(gradient, theirs)
 
 
@@ -157,15 +160,6 @@ def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
     assert torch.autograd.gradgradcheck(
         lambda *t: twell.sparse_gated_ffn(*t, strategy="dense", **activation.options()), leaves
     )
-
-
-# Arguments
-
-
-def test_opcheck() -> None:
-    x = integers(9, "fatrelu", k=16).x
-    torch.library.opcheck(ops.reglu, (x, x, "fatrelu", 1.0))
-    torch.library.opcheck(ops.reglu_backward, (x, x, x, "fatrelu", 1.0))
 
 
 # Graphs

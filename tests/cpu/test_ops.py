@@ -131,7 +131,9 @@ def test_a_word_reads_back_with_all_of_its_bits() -> None:
     ("shape", "bias"), [((0, 264, 64), True), ((5, 264, 16), False), ((5, 264, 16), True), ((65, 8, 8), True)]
 )
 def test_opcheck(shape: tuple[int, int, int], bias: bool) -> None:
-    for op, arguments in calls(operands(*shape, bias=bias), 8):
+    o = operands(*shape, bias=bias)
+    of_activations = [(ops.reglu, (o["x"],) * 2), (ops.reglu_backward, (o["x"],) * 3)]
+    for op, arguments in calls(o, 8) + [(op, (*given, "fatrelu", 1.0)) for op, given in of_activations]:
         torch.library.opcheck(op, arguments)
 
 

@@ -1,4 +1,4 @@
-"""A threshold for each neuron: every strategy, gradients, operators, graphs and errors, beside plain PyTorch."""
+"""A threshold for each neuron, and the largest gates: operators, exported layers and kernels."""
 
 from __future__ import annotations
 
@@ -7,28 +7,24 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jumps import N, problem, thresholds
+from fake_gpu import install
 from torch import Tensor
 
 import twell
 from twell import ops, testing
 
-BF16 = torch.bfloat16
-GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+N = 264
 
 
-def test_packed_operators() -> None:
-    p, level = problem(21), thresholds()
-    gate = F.linear(p.x.float(), p.w_gate.float(), p.b_gate.float()).to(BF16)  # type: ignore[union-attr]
-    both = torch.cat([p.b_gate, level])  # type: ignore[list-item]
-    dense = torch.where(gate > level, gate, 0)
-    words, spill, _ = ops.gate_pack(p.x, p.w_gate, both, 8)
-    assert torch.equal(ops.unpack(words, spill, N, 8), dense)
+def problem(m: int) -> tuple[testing.FFN, Tensor]:
+    """A layer of integers, and thresholds of 0 to 4."""
+    p = testing.integer_problem(m, 72, N, density=0.1, biases="gate up down", activation="fatrelu")
+    return p, (torch.arange(N) % 5).bfloat16()
 
 
 def test_operators_take_thresholds_with_any_activation() -> None:
     """Kernels square what is left, so the CPU does."""
-    p, level = problem(21), thresholds()
+    p, level = problem(21)
     both = torch.cat([p.b_gate, level])  # type: ignore[list-item]
     gate = F.linear(p.x.double(), p.w_gate.double(), p.b_gate.double())  # type: ignore[union-attr]
     right = torch.where(gate > level, gate, 0).square() @ p.w_down.double()
@@ -40,7 +36,7 @@ def test_operators_take_thresholds_with_any_activation() -> None:
 @pytest.mark.parametrize("strategy", ["union", "auto", "dense"])
 def test_exported_layers(strategy: Any, strict: bool) -> None:
     """With thresholds and counts that the graph has as fake tensors."""
-    p, level = problem(32), thresholds()
+    p, level = problem(32)
 
     class Layer(torch.nn.Module):
         def forward(self, x: Tensor, level: Tensor, counts: Tensor) -> Tensor:
@@ -54,3 +50,17 @@ def test_exported_layers(strategy: Any, strict: bool) -> None:
         for each in (level, level.flip(0)):
             testing.assert_same(made(p.x, each, counts), Layer()(p.x, each, expected))
     assert torch.equal(counts, expected)
+
+
+def test_kernels_find_the_largest_gates_before_they_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = install(monkeypatch)
+    p, _ = problem(300)
+    for strategy, trained in (("row", False), ("union", False), ("union", True)):
+        gpu.clear()
+        how: Any = {"activation": "topk", "k": 5, "strategy": strategy, "b_up": p.b_gate, "b_down": p.b_down}
+        y = twell.sparse_ffn(p.x.clone().requires_grad_(trained), p.w_gate, p.w_down.t(), **how)
+        assert gpu.names()[:2] == ["top_k", "pack"]
+        if trained:
+            y.sum().backward()
+            assert gpu.names()[2] == "compact"
+            assert "weight_grad" not in gpu.names()

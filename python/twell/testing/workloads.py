@@ -13,10 +13,6 @@ from torch import Tensor
 
 from twell._arguments import require, require_integer
 
-# Sizes at the edges of a kernel's tiles, and the sizes of real layers.
-UGLY_M = (0, 1, 7, 63, 64, 65, 127, 128, 129, 257)
-UGLY_K = (8, 64, 72, 896, 2048, 4096, 8192)
-
 
 class ModelSizes(NamedTuple):
     """Sizes of a decoder: layers, hidden size (K), intermediate size (N) and attention heads."""
