@@ -5,7 +5,6 @@ Their classes are not known by name: ``NAMES`` tells their projections.
 
 from __future__ import annotations
 
-import io
 import pickle
 import textwrap
 from collections.abc import Callable
@@ -334,13 +333,6 @@ def tokens(dtype: torch.dtype = torch.float32, **options: Any) -> Tensor:
 
 def pickled(m: nn.Module) -> Any:
     return pickle.loads(pickle.dumps(m))
-
-
-def saved(m: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save(m, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def written(code: str, base: type[nn.Module], names: dict[str, Any]) -> type[Any]:

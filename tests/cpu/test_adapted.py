@@ -126,82 +126,96 @@ def second_adapter(model: Any) -> None:
     model.base_model.set_adapter(["default", "second"])
 
 
-def disabled(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
-
-
-def merged(model: Any) -> None:
-    model.merge_adapter()
-
-
 def half_adapters(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.to(BF16)
 
 
+def undropped(model: Any) -> None:
+    """Of the hidden state nothing may be dropped."""
+    *_, down = layer_of(model)._modules.values()
+    down.lora_dropout.default = nn.Identity()
+
+
+def dora(target: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        config = peft.LoraConfig(target_modules=[target], r=4, use_dora=True, init_lora_weights=False)
+        model.add_adapter("dora", config)
+        model.set_adapter("dora")
+
+    return change
+
+
+def hooked(place: str) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        layer_of(model).get_submodule(place).register_forward_hook(lambda module, args, y: 2 * y)
+
+    return change
+
+
+hooked_gate = hooked("gate_proj")
+
+
+def other_gate(model: Any) -> None:
+    layer_of(model).gate_proj = nn.Sequential(nn.Linear(K, 4), nn.Tanh(), nn.Linear(4, N)).to(BF16)
+
+
 GATE_AND_UP = ["gate_proj", "up_proj"]
-CASES: dict[str, tuple[dict[str, Any], Any, int]] = {
-    # the configuration, what happens then, and the columns that x and y get
-    "all": ({}, None, 8),
-    "gate": ({"target_modules": ["gate_proj"]}, None, 8),
-    "up": ({"target_modules": ["up_proj"]}, None, 8),
-    "down": ({"target_modules": ["down_proj"], "r": 11}, None, 16),
-    "gate and down": ({"target_modules": ["gate_proj", "down_proj"]}, None, 8),
-    "rsLoRA": ({"use_rslora": True}, None, 8),
-    "ranks": ({"rank_pattern": {"up_proj": 7}, "alpha_pattern": {"gate_proj": 1}}, None, 16),
-    "biases of bases": ({"bias": "lora_only"}, None, 8),
-    "biases of adapters": ({"lora_bias": True}, None, 8),
-    "dropout": ({"target_modules": GATE_AND_UP, "lora_dropout": 0.3}, None, 8),
-    "two": ({}, second_adapter, 16),
-    "disabled": ({}, disabled, 0),
-    "merged": ({}, merged, 0),
-    "adapters in bf16": ({}, half_adapters, 8),
-    "saved": ({"target_modules": ["up_proj"], "modules_to_save": ["down_proj"]}, None, 8),
+# what a call of a gate from anywhere leaves to twell
+GIVEN: dict[str, Any] = {"target_modules": ["up_proj", "down_proj"], "ran": "sparse_up_down"}
+PLAIN: dict[str, Any] = {"make": SparseMLP, "ran": "sparse_ffn"}
+# the configuration; and what is made, what happens then, what runs, and the columns that x and y get
+CASES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "gate": {"target_modules": ["gate_proj"]},
+    "up": {"target_modules": ["up_proj"]},
+    "down": {"target_modules": ["down_proj"], "r": 11, "columns": 16},
+    "gate and down": {"target_modules": ["gate_proj", "down_proj"]},
+    "rsLoRA": {"use_rslora": True},
+    "ranks": {"rank_pattern": {"up_proj": 7}, "alpha_pattern": {"gate_proj": 1}, "columns": 16},
+    "biases of bases": {"bias": "lora_only"},
+    "biases of adapters": {"lora_bias": True},
+    "dropout": {"target_modules": GATE_AND_UP, "lora_dropout": 0.3},
+    "two": {"then": second_adapter, "columns": 16},
+    "disabled": {"then": lambda model: model.base_model.disable_adapter_layers(), "columns": 0},
+    "merged": {"then": lambda model: model.merge_adapter(), "columns": 0},
+    "adapters in bf16": {"then": half_adapters},
+    "saved": {"target_modules": ["up_proj"], "modules_to_save": ["down_proj"]},
+    "no gate": PLAIN,
+    "fused": {"make": fused},
+    "named": {"make": named},
+    "no gate, dropout": PLAIN | {"lora_dropout": 0.3, "then": undropped},
+    "fused, dropout": {"make": fused, "lora_dropout": 0.3, "then": undropped},
+    "named, dropout": {"make": named, "lora_dropout": 0.3, "then": undropped},
+    "DoRA of the gate": GIVEN | {"then": dora("gate_proj"), "columns": 0},
+    "a hook of the gate": GIVEN | {"then": hooked_gate},
+    "another gate": GIVEN | {"then": other_gate},
+    # it is the gate of a layer without one
+    "a hook of the up projection": {"make": SparseMLP, "then": hooked("up_proj"), "ran": "sparse_up_down"},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_errors_are_those_of_peft(case: str, runs: list[tuple[str, int]]) -> None:
     """Outputs and all gradients, in bf16 beside peft in bf16, and in float64 to the last digits."""
-    config, then, columns = CASES[case]
+    config = {"then": lambda model: None, "ran": "sparse_gated_ffn", "columns": 8} | CASES[case]
+    then, ran, columns = (config.pop(name) for name in ("then", "ran", "columns"))
     model = adapted(**config)
-    if then is not None:
-        then(model)
+    then(model)
     exact = results(by_peft(model).double(), tokens().double())
     assert not runs
     ours = results(model, tokens())
-    assert runs == [("sparse_gated_ffn", K + columns)]
+    assert runs == [(ran, K + columns)]
     theirs = results(by_peft(model), tokens())
     wide = results(model.double(), tokens().double())
+    assert ours["y"].is_contiguous()
     assert ours.keys() == theirs.keys() == exact.keys()
     for name, right in exact.items():
         assert ours[name].dtype == theirs[name].dtype
         assert ours[name].shape == theirs[name].shape
         assert error(ours[name], right) <= FACTOR * error(theirs[name], right) + 1e-6, name
         assert error(wide[name], right) <= 1e-13, name
-
-
-@pytest.mark.parametrize("make", [SparseMLP, fused, named], ids=["no gate", "fused", "named"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_other_forms(make: Any, dropout: float, runs: list[tuple[str, int]]) -> None:
-    model = adapted(make, lora_dropout=dropout)
-    down = layer_of(model)._modules["w2" if make is named else "down_proj"]
-    if dropout:
-        # of the hidden state nothing may be dropped
-        down.lora_dropout.default = nn.Identity()
-    exact = results(by_peft(model).double(), tokens().double())
-    ours, theirs = results(model, tokens()), results(by_peft(model), tokens())
-    assert runs == [("sparse_ffn" if make is SparseMLP else "sparse_gated_ffn", K + 8)]
-    for name, right in exact.items():
-        assert error(ours[name], right) <= FACTOR * error(theirs[name], right), name
-
-
-def test_y_is_as_dense_pytorch_makes_it() -> None:
-    for target in (["gate_proj"], ["down_proj"]):
-        y = adapted(target_modules=target)(tokens())
-        assert y.is_contiguous()
-        assert y.shape == tokens().shape
 
 
 def test_figures_are_of_the_hidden_state(runs: list[tuple[str, int]]) -> None:
@@ -220,42 +234,6 @@ def test_figures_are_of_the_hidden_state(runs: list[tuple[str, int]]) -> None:
 # What no columns tell
 
 
-def dora(model: Any) -> None:
-    config = peft.LoraConfig(target_modules=["gate_proj"], r=4, use_dora=True, init_lora_weights=False)
-    model.add_adapter("dora", config)
-    model.set_adapter("dora")
-
-
-def hooked_gate(model: Any) -> None:
-    layer_of(model).gate_proj.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def other_gate(model: Any) -> None:
-    layer_of(model).gate_proj = nn.Sequential(nn.Linear(K, 4), nn.Tanh(), nn.Linear(4, N)).to(BF16)
-
-
-@pytest.mark.parametrize("change", [dora, hooked_gate, other_gate])
-def test_a_gate_from_anywhere_is_called(change: Callable[[Any], None], runs: list[tuple[str, int]]) -> None:
-    model = adapted(target_modules=["up_proj", "down_proj"])
-    change(model)
-    columns = 0 if change is dora else 8
-    exact = results(by_peft(model).double(), tokens().double())
-    ours, theirs = results(model, tokens()), results(by_peft(model), tokens())
-    assert runs == [("sparse_up_down", K + columns)]
-    for name, right in exact.items():
-        assert error(ours[name], right) <= FACTOR * error(theirs[name], right) + 1e-6, name
-
-
-def test_an_up_projection_from_anywhere_is_the_gate_of_a_layer_without_one(runs: list[tuple[str, int]]) -> None:
-    model = adapted(SparseMLP)
-    layer_of(model).up_proj.register_forward_hook(lambda module, args, y: 2 * y)
-    exact = results(by_peft(model).double(), tokens().double())
-    ours, theirs = results(model, tokens()), results(by_peft(model), tokens())
-    assert runs == [("sparse_up_down", K + 8)]
-    for name, right in exact.items():
-        assert error(ours[name], right) <= FACTOR * error(theirs[name], right), name
-
-
 def test_a_gate_of_another_kind_is_as_in_dense_pytorch(runs: list[tuple[str, int]]) -> None:
     """It is called once, whatever it returns."""
     calls = []
@@ -264,20 +242,6 @@ def test_a_gate_of_another_kind_is_as_in_dense_pytorch(runs: list[tuple[str, int
     assert torch.equal(model(tokens()), by_peft(model)(tokens()))
     assert len(calls) == 2
     assert not runs
-
-
-def dora_up(model: Any) -> None:
-    config = peft.LoraConfig(target_modules=["up_proj"], r=4, use_dora=True, init_lora_weights=False)
-    model.add_adapter("dora", config)
-    model.set_adapter("dora")
-
-
-def hooked_up(model: Any) -> None:
-    layer_of(model).up_proj.register_forward_hook(lambda module, args, y: 2 * y)
-
-
-def hooked_adapter(model: Any) -> None:
-    layer_of(model).up_proj.lora_B.default.register_forward_hook(lambda module, args, y: 2 * y)
 
 
 def dropping_down(model: Any) -> None:
@@ -289,10 +253,6 @@ def merged_and_disabled(model: Any) -> None:
     model.base_model.disable_adapter_layers()
 
 
-def other_base(model: Any) -> None:
-    layer_of(model).up_proj.base_layer.register_forward_hook(lambda module, args, y: 2 * y)
-
-
 def transposed(model: Any) -> None:
     layer_of(model).up_proj.fan_in_fan_out = True
 
@@ -301,34 +261,32 @@ def plain_up(model: Any) -> None:
     layer_of(model).up_proj = nn.Sequential(layer_of(model).up_proj)
 
 
-DENSE: dict[Callable[[Any], None], str] = {
-    dora_up: "up_proj has an adapter that is a variant of LoRA (DoraLinearVariant)",
-    hooked_up: "up_proj has hooks or a replaced forward",
-    hooked_adapter: "up_proj has an adapter with hooks, or of other modules than peft makes",
-    dropping_down: "down_proj has an adapter with dropout of the hidden state (lora_dropout)",
-    merged_and_disabled: "up_proj has merged adapters that are disabled",
-    other_base: "up_proj adapts a layer that has hooks or a replaced forward",
-    transposed: "up_proj is of a version of peft that is not known, or stores its weight transposed",
-    plain_up: "up_proj is a torch.nn.modules.container.Sequential",
+DENSE: dict[str, Callable[[Any], None]] = {
+    "up_proj has an adapter that is a variant of LoRA (DoraLinearVariant)": dora("up_proj"),
+    "up_proj has hooks or a replaced forward": hooked("up_proj"),
+    "up_proj has an adapter with hooks, or of other modules than peft makes": hooked("up_proj.lora_B.default"),
+    "down_proj has an adapter with dropout of the hidden state (lora_dropout)": dropping_down,
+    "up_proj has merged adapters that are disabled": merged_and_disabled,
+    "up_proj adapts a layer that has hooks or a replaced forward": hooked("up_proj.base_layer"),
+    "up_proj is of a version of peft that is not known, or stores its weight transposed": transposed,
+    "up_proj is a torch.nn.modules.container.Sequential": plain_up,
 }
 
 
-@pytest.mark.parametrize("change", DENSE, ids=lambda change: change.__name__)
-def test_what_cannot_be_read_is_called(
-    change: Callable[[Any], None], runs: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("why", DENSE)
+def test_what_cannot_be_read_is_called(why: str, runs: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
     monkeypatch.setattr(twell.nn, "warn_once", warnings.append)
     model = adapted()
-    change(model)
+    DENSE[why](model)
     dense = by_peft(model)
     (row,) = twell.explain(model).rows
     assert row.strategy == "dense"
-    assert row.reason.startswith(DENSE[change])
+    assert row.reason.startswith(why)
     ours = results(model, tokens())
     assert not runs
     (warning,) = warnings
-    assert warning.startswith(f"a twell layer calls its projections and runs dense: {DENSE[change]}")
+    assert warning.startswith(f"a twell layer calls its projections and runs dense: {why}")
     for name, expected in results(dense, tokens()).items():
         assert torch.equal(ours[name], expected), name
 
@@ -521,35 +479,6 @@ def test_sparsify_refuses_adapted_modules_that_are_something_else() -> None:
     refused(lambda mlp: mlp.up_proj.float(), "must have its weights on one dtype")
     refused(lambda mlp: setattr(mlp, "act_fn", nn.SiLU()), "must apply ReLU, got SiLU")
     refused(lambda mlp: setattr(mlp.up_proj, "base_layer", nn.Bilinear(K, K, N)), "must be an nn.Linear", TypeError)
-
-
-def test_backward_makes_the_weights_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Concatenated weights live as long as the call; those that changed meanwhile raise, as in dense PyTorch."""
-    model, made = adapted(), []
-    run = functional.run
-
-    def record(function: Any, given: Any, *rest: Any, **options: Any) -> Any:
-        made.extend(weakref.ref(t) for t in (given.w_gate, given.w_up, given.w_down))
-        return run(function, given, *rest, **options)
-
-    monkeypatch.setattr(functional, "run", record)
-    x = tokens().requires_grad_()
-    y = model(x)
-    assert len(made) == 3
-    assert not any(ref() is not None for ref in made)
-    (kept,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    with torch.no_grad():
-        layer_of(model).up_proj.lora_B.default.weight.add_(1)
-    with pytest.raises(NotImplementedError, match="changed in place"):
-        y.sum().backward()
-    with torch.no_grad():
-        layer_of(model).up_proj.lora_B.default.weight.sub_(1)
-    for reentrant in (False, True):
-        again = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
-        again.sum().backward()
-        assert x.grad is not None
-        close(x.grad, kept)
-        x.grad = None
 
 
 def test_what_else_backward_keeps_must_not_change() -> None:

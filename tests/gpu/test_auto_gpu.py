@@ -21,7 +21,6 @@ from twell.strategy import costs, tables
 from twell.testing import FFN
 
 M = 4096
-BF16 = torch.bfloat16
 # times of no machine: the screen is the fastest unless nearly all neurons are candidates
 TERMS = {"union": (0.5, 0.5, 0.0, 0.0), "union+screen": (0.2, 0.1, 0.0, 0.6)}
 SCREENS = tables.Table(

@@ -16,8 +16,6 @@ from twell import testing
 from twell.nn import SparseGatedMLP
 from twell.testing import FFN
 
-BF16 = torch.bfloat16
-
 
 def call_of(problem: FFN, strategy: str) -> Callable[[Tensor], Tensor]:
     """The layer as a function of x; "training" is the forward pass of a step."""
