@@ -168,7 +168,7 @@ def test_main_gradients_side_by_side(density: float, layout: str, gated: bool) -
     mains = dict(zip(names, parts))
     given = [main.t() if name == "w_down" else main for name, main in mains.items()]
     for _ in range(2):
-        loss_of(own, gated, main_grads=given).backward()
+        loss_of(own, gated, strategy="union", main_grads=given).backward()
     for name, main in mains.items():
         assert getattr(own, name).grad is None
         testing.assert_same(main, (2 * right[name] + 2).float(), name)

@@ -1,4 +1,4 @@
-"""The index kernels of training, called directly: ``compact``, ``rank`` and ``transpose``, bit by bit.
+"""The index kernels of training, called directly: ``compact`` and ``rank``, bit by bit.
 
 Gates are arbitrary 16-bit patterns, packed here; no other kernel is needed. Outputs hold 0x55 before each call.
 """
@@ -92,8 +92,8 @@ def pack(bits: Tensor, compression: int) -> tuple[Tensor, Tensor, Tensor]:
 # ---- the slow constructions ----
 
 
-def expected_hybrid(bits: Tensor) -> tuple[Hybrid, Tensor]:
-    """The format of gates [m, n] that fit, with the neuron of each entry; 0x55 where nothing is defined."""
+def expected_hybrid(bits: Tensor) -> Hybrid:
+    """The format of gates [m, n] that fit; 0x55 where nothing is defined."""
     # minus zero is none, NaN is one
     gate = bits.view(BF16)
     m, n = bits.shape
@@ -111,7 +111,7 @@ def expected_hybrid(bits: Tensor) -> tuple[Hybrid, Tensor]:
     ends = counts.flatten().cumsum(0).view(tiles, chunks)
     offsets = torch.cat([ends[:, :1] - counts[:, :1], ends], 1).int()
     sizes = torch.cat([(ranks >= 0).sum(1), ends[-1, -1:]]).int()
-    return Hybrid(entries, lists, offsets, sizes, (gate != 0).sum(0).int()), neuron
+    return Hybrid(entries, lists, offsets, sizes, (gate != 0).sum(0).int())
 
 
 def run_compact(bits: Tensor, compression: int, dtype: torch.dtype, capacity: int, training: bool = True) -> Hybrid:
@@ -164,7 +164,7 @@ def check_compact(bits: Tensor, compression: int, dtype: torch.dtype = BF16, cap
         assert int(out.chunks[0, 0]) == 0
         assert bool((out.entries.view(torch.uint8) == POISON).all())
         return out
-    expected, _ = expected_hybrid(bits)
+    expected = expected_hybrid(bits)
     assert_bits(out.sizes, expected.sizes, "sizes")
     assert_bits(out.neurons, expected.neurons, "neurons")
     assert_bits(out.chunks, expected.chunks, "chunks")
@@ -172,105 +172,6 @@ def check_compact(bits: Tensor, compression: int, dtype: torch.dtype = BF16, cap
     assert bool((out.entries[total:] == POISON_INT).all())
     assert_bits(out.popularity, expected.popularity, "popularity")
     return out
-
-
-class Transposed(NamedTuple):
-    tiles: Tensor
-    starts: Tensor
-    packed: Tensor
-    tokens: Tensor
-
-
-def run_transpose(
-    pattern: Hybrid, m: int, capacity: int, dtype: torch.dtype, values: tuple[Tensor, ...], order: Tensor
-) -> Transposed:
-    """``values`` are up, d_gate and d_up, or d_gate alone; gradients are words with what rounding left above."""
-    n, tiles = order.numel(), -(-order.numel() // geometry.NEURON_TILE)
-    gated = len(values) == 3
-    up, d_gate, d_up = values if gated else (None, values[0], None)
-    slot = torch.empty_like(order)
-    slot[order.long()] = torch.arange(n, dtype=torch.int32, device=order.device)
-    out = Transposed(
-        poisoned(tiles, 5),
-        poisoned(tiles, -(-m // 32) + 1),
-        poisoned(2 * capacity, dtype=torch.int64),
-        poisoned(2 * capacity),
-    )
-    groups = poisoned(tiles, geometry.token_tiles(m), 2)
-    given = (*pattern[:4], up, d_gate, d_up, slot, groups)
-    launch(tuning.transpose(dtype, gated, family=tuning.family(0)), *given, *out, geometry.ACTIVATIONS["relu"])
-    return out
-
-
-def check_transpose(bits: Tensor, gated: bool, dtype: torch.dtype = BF16, random_order: bool = False) -> None:
-    """Compact (with room for all) and transpose, and compare every defined word."""
-    m, n = bits.shape
-    capacity = max(int((bits & 0x7FFF != 0).sum()) + 8, 64)
-    hybrid = run_compact(bits, 8, dtype, capacity)
-    expected, neurons = expected_hybrid(bits)
-    total = neurons.numel()
-    generator = torch.Generator().manual_seed(m + n)
-    # finite, of either sign
-    values = [draw(1, capacity, 0.9, i, 0x4700)[0] for i in range(5)]
-    values = [torch.where(torch.rand(capacity, generator=generator) < 0.5, v, v | -0x8000) for v in values]
-    # up, d_gate, d_up, what rounding left of d_gate and of d_up
-    values = [v if gated or i in (1, 3) else torch.zeros_like(v) for i, v in enumerate(values)]
-    order = torch.randperm(n, generator=generator) if random_order else hybrid.popularity.cpu().argsort(descending=True)
-    d_gate, d_up = ((values[i].int() & 0xFFFF) | values[i + 2].int() << 16 for i in (1, 2))
-    given = [v.cuda() for v in ((values[0].view(dtype), d_gate, d_up) if gated else (d_gate,))]
-    arguments = (hybrid, m, capacity, dtype, tuple(given), order.int().cuda())
-    out = run_transpose(*arguments)
-
-    slot = torch.empty(n, dtype=torch.int64)
-    slot[order] = torch.arange(n)
-    counts = expected.chunks[:, -1] - expected.chunks[:, 0]
-    tile_of_entry = torch.arange(counts.numel()).repeat_interleave(counts)
-    token = tile_of_entry * geometry.TOKEN_TILE + (expected.entries.long() >> 6 & 127)
-    tile, rank = slot[neurons] // 64, slot[neurons] % 64
-    key = (tile * m + token) * 64 + rank
-    by_key = key.argsort()
-    tile, token, rank = tile[by_key], token[by_key], rank[by_key]
-    up, *gradients = (v[:total][by_key] for v in values)
-    gate = (expected.entries[by_key] >> 16).to(torch.int16)
-    hidden, hidden_rest = gate, torch.zeros_like(gate)
-    if gated:
-        product = gate.view(dtype).float() * up.view(dtype).float()
-        hidden = product.to(dtype)
-        hidden_rest = (product - hidden.float()).to(dtype).view(torch.int16)
-        hidden = hidden.view(torch.int16)
-
-    def words(h: Tensor, d_gate: Tensor, d_up: Tensor, places: Tensor, ranks: Tensor) -> Tensor:
-        word = places % 64 | ranks << 6 | (h.long() & 0xFFFF) << 16
-        return word | (d_gate.long() & 0xFFFF) << 32 | (d_up.long() & 0xFFFF) << 48
-
-    tiles, starts, packed, tokens = (t.cpu() for t in out)
-    base, list_base = 0, 0
-    for r in range(tiles.shape[0]):
-        own = slice(int((tile < r).sum()), int((tile <= r).sum()))
-        listed, place = torch.unique_consecutive(token[own], return_inverse=True)
-        count, length = place.numel(), listed.numel()
-        copies = 2 if count <= geometry.RARE_ENTRIES else 1
-        assert tiles[r].tolist() == [base, list_base, count * copies, length * copies, copies]
-        every = torch.cat([place, place + length]) if copies == 2 else place
-        chunks = -(-length * copies // 64)
-        for i in range(chunks):
-            assert int(starts[r, i]) == base + int((every < 64 * i).sum()), (r, i)
-        assert int(starts[r, chunks]) == base + count * copies
-        assert_bits(tokens[list_base : list_base + length * copies], listed.int().repeat(copies), "tokens")
-        for copy, values_of_copy in enumerate(((hidden, *gradients[:2]), (hidden_rest, *gradients[2:]))[:copies]):
-            got = packed[base + copy * count : base + (copy + 1) * count]
-            want = words(*(v[own] for v in values_of_copy), place + copy * length, rank[own])
-            # entries of a token may have any order
-            got_key = token[own] * 64 + (got >> 6 & 63)
-            assert_bits(got[got_key.argsort()], want, f"packed, copy {copy}")
-        base, list_base = base + count * copies, list_base + length * copies
-    assert bool((tokens[list_base:] == POISON_INT).all())
-    assert bool((packed[base:] == POISON_INT << 32 | POISON_INT).all())
-
-    # 0x55 is far above every capacity here: nothing may be written
-    overflowing = hybrid._replace(sizes=hybrid.sizes.clone().fill_(POISON_INT))
-    for tensor in run_transpose(overflowing, *arguments[1:]):
-        assert bool((tensor.view(torch.uint8) == POISON).all())
 
 
 # ---- compact ----
@@ -336,7 +237,7 @@ def test_compact_for_inference(name: str, dtype: torch.dtype) -> None:
     m, n = 300, 1544
     bits = pattern(name, m, n)
     out = run_compact(bits, 4, dtype, m * n, training=False)
-    expected, _ = expected_hybrid(bits)
+    expected = expected_hybrid(bits)
     assert_bits(out.sizes[:-1], expected.sizes[:-1], "sizes")
     assert int(out.sizes[-1]) == 0
     assert_bits(out.neurons, expected.neurons, "neurons")
@@ -364,25 +265,3 @@ def test_rank(n: int, most: int) -> None:
         assert_bits(order, right.int(), "order")
         assert_bits(slot, right.argsort().int(), "slot")
         assert not bool(arrivals.any())
-
-
-# ---- transpose ----
-
-
-@pytest.mark.parametrize(("m", "n", "name"), [case for case in CASES if case[:2] != (130, 16384)])
-def test_transpose(m: int, n: int, name: str) -> None:
-    if name == "positive" and m * n > 2_000_000:
-        m = 5
-    check_transpose(pattern(name, m, n), gated=True, dtype=(BF16, FP16)[n % 16 == 0 and m % 2], random_order=m % 3 == 0)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("random_order", [False, True])
-def test_transpose_not_gated(dtype: torch.dtype, random_order: bool) -> None:
-    for name in ("random", "dense rows"):
-        check_transpose(pattern(name, 300, 1544), gated=False, dtype=dtype, random_order=random_order)
-
-
-def test_transpose_many_tokens() -> None:
-    """More token tiles than one round of the sums over token tiles takes."""
-    check_transpose(draw(40_000, 136, 0.05, 15, most=0x4700), gated=True)

@@ -110,31 +110,6 @@ def test_a_thousand_calls_and_replays(how: str, name: str, m: int, gated: bool, 
     assert_repeats(replay, 1000, busy)
 
 
-def test_a_thousand_calls_keep_no_memory() -> None:
-    """Memory in use does not grow; a site may hold a few bytes of figures."""
-    problem, site = testing.make("topic29", 300), twell.AutoStrategy()
-    dy = testing.real_upstream(problem)
-    calls: list[Callable[[], Outputs]] = [
-        lambda: forward(problem, "row"),
-        lambda: forward(problem, "union", gated=False),
-        lambda: forward(problem, site),
-        # the site's figures, and memory that cuBLAS keeps
-        lambda: forward(problem, "dense"),
-        lambda: step(problem, dy),
-    ]
-
-    def run(times: int) -> int:
-        for _ in range(times):
-            for call in calls:
-                call()
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated()
-
-    before = run(5)
-    # the smallest tensor that one call in ten might keep takes 512 bytes
-    assert abs(run(250) - before) < 100 * 512
-
-
 # Threads
 
 
