@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from twell import _modes
 from twell._runtime import device, host, kernel_module, program, resolve, specs
 from twell._runtime.program import Program, View
+from twell.ops import library
 
 SM_COUNT = 132
 
@@ -81,6 +81,10 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGp
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(_modes, "stream_captures", lambda: False)
     monkeypatch.setattr(device, "relaxed_capture", contextlib.nullcontext)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: None)
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(torch, "mm", _mm)
     monkeypatch.setattr(Tensor, "is_cuda", True)
     compiled = Program.compiled
 
@@ -94,6 +98,11 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGp
     return gpu
 
 
+def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, own: Any = torch.mm, **more: Any) -> Tensor:
+    """``torch.mm``, which takes ``out_dtype`` on a GPU alone."""
+    return own(a.to(out_dtype), b.to(out_dtype), **more)  # type: ignore[no-any-return]
+
+
 @functools.cache
 def signature(spec: specs.Spec) -> tuple[Any, ...]:
     """The fake arguments of the kernel of ``spec``."""
@@ -101,9 +110,15 @@ def signature(spec: specs.Spec) -> tuple[Any, ...]:
     return fakes
 
 
+@functools.cache
+def _compiled() -> frozenset[specs.Spec]:
+    """All that can be compiled."""
+    return frozenset(specs.all_specs())
+
+
 def check_arguments(spec: specs.Spec, arguments: tuple[Any, ...]) -> None:
     """Raise AssertionError unless the kernel of ``spec`` takes these tensors or views, numbers and Nones."""
-    assert spec in specs.all_specs(), spec
+    assert spec in _compiled(), spec
     if not CHECKS:
         return
     fakes = signature(spec)
@@ -195,14 +210,37 @@ def on_cuda(op: str, *arguments: Any) -> Any:
     return sys.modules[f"twell.ops.{op}"]._cuda(*arguments, *left_out)
 
 
-class OnCuda(TorchDispatchMode):
-    """Runs this package's operators as on a GPU, whatever their tensors say."""
+@contextlib.contextmanager
+def dispatched() -> Iterator[None]:
+    """Let operators that are called by the dispatcher run their code for a GPU, too."""
+    cuda, given = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), torch.library.Library("twell", "IMPL")
+    for name in library._LIBRARY._op_defs:
+        op = getattr(torch.ops.twell, name.removeprefix("twell::")).default
+        given.impl(op._opname, functools.partial(op.redispatch, cuda), "CPU", allow_override=True)
+    try:
+        yield
+    finally:
+        given._destroy()
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace != "twell":
-            return op(*args, **(kwargs or {}))
-        with _disable_current_modes():
-            return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **(kwargs or {}))
+
+# Who may: what has a tensor of the host, by its device.
+_READERS = {"find_levels", "_level_of", "_require_value", "check_ids", "dl1"}
+
+
+def refuse_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise AssertionError where a value of a tensor is read, for which the host would wait."""
+
+    def refused(own: Any) -> Any:
+        def read(*arguments: Any) -> Any:
+            frames = [sys._getframe(depth).f_code.co_name for depth in (1, 2, 3, 4)]
+            assert _READERS.intersection(frames), f"{own.__name__} in {frames}"
+            return own(*arguments)
+
+        return read
+
+    names = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero")
+    for name in names:
+        monkeypatch.setattr(Tensor, name, refused(getattr(Tensor, name)))
 
 
 class Arrived:

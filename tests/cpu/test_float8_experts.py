@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import twell
-from tests.cpu import fake_gpu
 from twell import float8
 from twell.testing.bits import assert_same
 from twell.testing.case import Case
@@ -85,39 +84,3 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         twell.sparse_experts(**{**problem(), "strategy": "row", **change})
-
-
-PAIRS = ["expert_pairs", "expert_pack", "expert_union", "expert_gathered", "expert_sum"]
-DENSE = ["quantize_tokens", "expert_pairs", "matrix_transpose", "quantize_tokens", "expert_sum"]
-CALLS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
-    "one token": ({"m": 1}, "row", ["quantize_tokens", *PAIRS]),
-    "many": ({"m": 60}, "auto", ["quantize_tokens", *PAIRS]),
-    "x in e4m3": ({"tokens": "e4m3"}, "row", PAIRS),
-    "strided": ({"down_layout": "linear"}, "row", ["quantize_tokens", *PAIRS]),
-    "dense": ({"m": 20}, "dense", DENSE),
-    "gated": ({"gated": True}, "auto", DENSE),
-    "dense, as stored": (
-        {"down_layout": "linear"},
-        "dense",
-        [kernel for kernel in DENSE if kernel != "matrix_transpose"],
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "strategy", "kernels"), CALLS.values(), ids=CALLS)
-def test_launches(monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], strategy: str, kernels: list[str]) -> None:
-    p = problem(**change)
-    gpu = fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(
-        torch, "_scaled_grouped_mm", lambda a, b, *_, **__: torch.zeros(len(a), b.shape[2], dtype=torch.bfloat16)
-    )
-    x, down = p["x"], p["w_down"]
-    x, scale = (x.values, x.by_rows()) if isinstance(x, float8.Float8) else (x, None)
-    first, up = p["w_up"], (None, None)
-    if "w_gate" in p:
-        first, up = p["w_gate"], (first.values, first.by_rows())
-    layer = x, scale, first.values, first.by_rows(), *up, down.values.transpose(1, 2), down.by_rows()
-    layer = *layer, p["expert_ids"], p["weights"]
-    y = fake_gpu.on_cuda("experts_float8", *layer, 8, strategy, "relu2", 0.0, False)
-    assert (y.shape, y.dtype) == ((len(x), 48), torch.bfloat16)
-    assert gpu.names() == kernels

@@ -277,23 +277,6 @@ def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("m", "bias"), [(1, True), (65, False), (300, True), (2049, False)])
-def test_kernels_get_the_arguments_that_they_are_compiled_for(
-    bias: bool, m: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
-) -> None:
-    """For every number of tokens that has kernels of its own; the fake GPU checks the arguments."""
-    cuda_calls(operands(m, 520, 16, bias=bias))
-    gated, plain = ["compact", "sampled_up", "gathered"], ["compact", "gathered"]
-    few = ["up_down_tile"] if m <= 1024 else gated
-    assert [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched] == [
-        *("gate_pack", "window", "unpack", "up_down", "up_down", "up_down"),
-        *("pack", "up_down", "pack", *few, "pack", "up_down", "pack", *plain),
-        *("gate_pack", *gated, *("quantize_gate", "quantize_gate", "gate_screen", "list_candidates", "sampled_gate")),
-        *(*gated, "gate_pack", *plain),
-        *(*("quantize_gate", "quantize_gate", "gate_screen", "list_candidates", "sampled_gate"), *plain),
-    ]
-
-
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_slice_is_packed_just_before_it_is_used(
     gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
@@ -394,12 +377,6 @@ def test_a_missing_bias_is_empty(launched: list[tuple[specs.Spec, tuple[Any, ...
             length = 0 if name == missing else 16 if name == "b_down" else 8
             assert passed
             assert all(bias.shape == (length,) for bias in passed)
-
-
-def test_without_tokens_nothing_is_launched(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
-    results = cuda_calls(operands(0, 264, 16))
-    assert not launched
-    assert [len(result) for result in results[0]] == [0, 0, 0]
 
 
 def test_operands_as_kernels_read_them() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import fake_gpu
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,6 @@ from twell._activation import RELU
 from twell._runtime import geometry
 from twell.ops import hybrid, screened, slices
 from twell.ops.ffn import _run, _sparse_on_cpu
-from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.operands import Operands
 from twell.strategy import costs
 from twell.strategy.plan import Route
@@ -133,19 +131,6 @@ def test_compiled_training(mains: bool) -> None:
             assert found is None
             found = main[name == "w_down"].bfloat16()  # type: ignore[index]
         testing.assert_same(found, wide[name].grad.bfloat16(), name)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("totals", [False, True])
-@pytest.mark.parametrize("strategy", ["row", "union"])
-def test_calls_on_a_gpu(strategy: str, totals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels get slices, whose results and figures are added."""
-    gpu = fake_gpu.install(monkeypatch)
-    t = layer(300)
-    given = Operands(t["x"], t["w_up"], None, t["w_down"], t["b_up"], None, t["b_down"])
-    y, *figures = ffn_on_cuda(given, 8, RELU, Route(strategy), totals)
-    assert gpu.names().count("gate_pack") == len(geometry.neuron_slices(N)) == 3
-    assert y.shape == t["x"].shape
-    assert [figure is not None for figure in figures] == [totals] * 2
 
 
 @pytest.mark.parametrize("n", [65544, 100000])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from tests.cpu.test_hybrid import GATED, arguments_of_all, forward, parts, problem, upstream
+from tests.cpu.test_hybrid import GATED, forward, parts, problem, upstream
 from twell import _autograd, ops, testing
 from twell._activation import RELU, activation_of
 from twell._runtime import geometry, resolve, specs
@@ -38,6 +37,19 @@ def on_cuda(op: Any, arguments: tuple[Any, ...]) -> Any:
     return fake_gpu.on_cuda(op._opname, *arguments)
 
 
+def arguments_of_all(p: testing.FFN) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return (operator, arguments) of the three operators; main tensors have three layouts."""
+    *_, kept = forward(p)
+    saved = (*upstream(p), *p[:6], kept)
+    n, k = p.w_gate.shape
+    mains = [torch.ones(n, k), None if p.w_up is None else torch.ones(k, n).t(), torch.ones(n, k + 8)[:, :k]]
+    return [
+        (ops.hybrid_forward, (*p, 8)),
+        (ops.hybrid_backward, (*saved, True, True)),
+        (ops.hybrid_backward_accumulate, (*saved, *mains, True)),
+    ]
+
+
 @pytest.fixture
 def dispatched(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operators that the dispatcher is asked for, which run as it runs them on a GPU."""
@@ -57,22 +69,6 @@ def dispatched(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 # The operators
-
-
-@pytest.mark.parametrize(
-    ("gated", "biases"), [(True, ""), (True, "gate up down"), (False, "gate up down"), (False, ""), (True, "up")]
-)
-def test_kernels_get_the_arguments_that_they_are_compiled_for(gpu: FakeGpu, gated: bool, biases: str) -> None:
-    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated, biases=biases)):
-        on_cuda(op, arguments)
-    steps = ["sampled_grad", "gathered", *WEIGHTS, "overflow"]
-    assert gpu.names() == [*PACKED, *multiplied(gated), *2 * steps]
-    # dy: there is none in forward
-    rows = [len(args[0]) for spec, args in gpu.launches if isinstance(spec, specs.OverflowSpec)]
-    assert rows == [0, 130, 130]
-    # the gradients are stored, or added to sums, which come after those and the biases'
-    stored = [(len(args[8]), len(args[13])) for spec, args in gpu.launches if isinstance(spec, specs.WeightGradSpec)]
-    assert stored == [(264, 0), (0, 264)]
 
 
 @GATED
@@ -117,15 +113,6 @@ def test_only_what_is_asked_for_is_launched(gpu: FakeGpu) -> None:
         assert gpu.names() == expected
         # counters of the last kernel, which no other one clears
         assert [made._cleared > 0 for made in gpu.programs] == [asked == (True, False)] * any(asked)
-
-
-@GATED
-def test_without_tokens_nothing_is_launched(gpu: FakeGpu, gated: bool) -> None:
-    for op, arguments in arguments_of_all(problem(0, 264, 16, 0.1, gated=gated)):
-        expected = op(*(a.clone() if isinstance(a, Tensor) else a for a in arguments))
-        for actual, answer in zip(on_cuda(op, arguments), expected, strict=True):
-            assert torch.equal(actual, answer)
-    assert not gpu.launches
 
 
 def test_main_tensors_that_kernels_cannot_write_are_added_to_afterwards(
@@ -234,57 +221,6 @@ def launches_of(gated: bool, rows: bool, x: bool, weights: bool, down: bool) -> 
         return first
     last = ["sampled_grad", *(["gathered"] if x else []), *(WEIGHTS if weights else []), "overflow"]
     return [*first, *turned, *last, *(turned if down else [])]
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("rows", [True, False])
-@GATED
-def test_steps_launch_what_they_need(gpu: FakeGpu, gated: bool, rows: bool, dtype: torch.dtype) -> None:
-    """Every set of frozen operands, with and without biases, in two programs forward and one backward."""
-    every = ("x", "w_gate w_up b_gate b_up", "w_down", "b_down")
-    for biases, sets in itertools.product(("", "gate up down", "up"), itertools.product((True, False), repeat=4)):
-        step = Step(
-            gated=gated,
-            biases=biases,
-            rows=rows,
-            dtype=dtype,
-            frozen=" ".join(names for names, needed in zip(every, sets) if not needed),
-        )
-        needed = {name for name, t in step.operands.items() if t.requires_grad}
-        if not needed:
-            continue
-        gpu.clear()
-        step()
-        others = needed - {"x", "b_down"}
-        assert gpu.names() == launches_of(gated, rows, "x" in needed, bool(others), "w_down" in needed)
-
-
-@pytest.mark.parametrize(("m", "k", "n"), [(1, 8, 8), (127, 64, 72), (129, 72, 264), (4000, 256, 520), (20000, 8, 136)])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@GATED
-def test_programs_of_many_sizes_fit_their_kernels(
-    gpu: FakeGpu, gated: bool, dtype: torch.dtype, m: int, k: int, n: int
-) -> None:
-    """``fake_gpu`` checks each launch, and that scratches that live at once lie apart."""
-    for biases, rows, aux in ((("gate up down", False, True)), ("", True, False)):
-        step = Step((m, k), n, gated=gated, biases=biases, rows=rows, dtype=dtype)
-        found = step.forward(return_aux=aux)
-        total = found[0].float().sum() + found[1].l1 if aux else found.float().sum()
-        total.backward()
-    assert len(gpu.programs) == 7
-    for compression, held, screen in ((2, 8, True), (4, 0, False)):
-        form = Form.of(
-            [step.operands.get(name) for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")]
-        )
-        assert forward_of(form, compression, held, RELU, screen, True) is not None
-
-
-def test_programs_on_gpus_of_the_other_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = fake_gpu.install(monkeypatch, specs.PORTABLE)
-    for gated, biases in ((True, "gate up down"), (False, "")):
-        Step((2000, 64), gated=gated, biases=biases)()
-    fake_gpu.forget_programs()
-    assert {getattr(spec, "family", specs.PORTABLE) for spec, _ in gpu.launches} == {specs.PORTABLE}
 
 
 def test_a_screen_of_a_threshold_has_a_bias_of_its_own(gpu: FakeGpu) -> None:
