@@ -116,26 +116,6 @@ def test_dead_neurons_and_their_loss() -> None:
     assert torch.equal(sae.dead(2 * M), dead)
 
 
-@pytest.mark.parametrize("kind", ["jumprelu", "batchtopk"])
-@pytest.mark.parametrize("strategy", ["union", "dense"])
-def test_checkpoints_count_once(kind: Any, strategy: Any) -> None:
-    """The recomputation of activation checkpointing moves no buffer."""
-    k = 3 if kind == "batchtopk" else None
-    found = []
-    for checkpointed in (False, True):
-        torch.manual_seed(1)
-        how: Any = {"activation": kind, "k": k, "skip": True, "strategy": strategy, "dtype": torch.bfloat16}
-        sae, x = twell.nn.SparseAutoencoder(16, 64, **how), torch.randn(40, 16, dtype=torch.bfloat16)
-        with torch.no_grad():
-            sae.b_enc[:8] = -100
-        y = torch.utils.checkpoint.checkpoint(sae, x, use_reentrant=False) if checkpointed else sae(x)
-        y.sum().backward()
-        found.append((sae.tokens_since_fired, sae.threshold, sae.W_enc.grad))
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
-    assert int(found[0][0].max()) == 40
-
-
 def test_infinite_and_negative_thresholds() -> None:
     """An infinite one never fires; one below 0 is 0 and keeps its gradient."""
     sae = twell.nn.SparseAutoencoder(16, 32, activation="jumprelu", bandwidth=1.0)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import twell
 from twell import _choice
-from twell._runtime import geometry
 
 M, K, N = 150, 24, 200
 BANDWIDTH = 1.0
@@ -42,18 +41,6 @@ def leaves(t: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, 
 def ours(t: dict[str, Tensor], **options: Any) -> Any:
     how: Any = {"activation": "fatrelu", "threshold": t["threshold"], "bandwidth": BANDWIDTH} | options
     return twell.sparse_ffn(t["x"], t["w_up"], t["w_down"].t(), b_up=t["b_up"], b_down=t["b_down"], **how)
-
-
-def test_the_same_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for most in (geometry.MAX_NEURONS, 256):
-        monkeypatch.setattr(geometry, "MAX_NEURONS", most)
-        mine = leaves(problem(torch.float64, n=600))
-        y, aux = ours(mine, strategy="union", return_aux=True)
-        (y.sum() + aux.l1 + aux.l0).backward()
-        found.append([y, *(leaf.grad for leaf in mine.values())])
-    for one, sliced in zip(*found, strict=True):
-        torch.testing.assert_close(sliced, one, rtol=0, atol=1e-10)
 
 
 def test_windows_reach_below_zero() -> None:

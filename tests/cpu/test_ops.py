@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import twell
 from tests import programs
+from tests.cases.verdicts import verdict
 from tests.cpu import fake_gpu
 from twell import ops, reference, tuning
 from twell._runtime import device, geometry, program, resolve, specs
 from twell._runtime.log import warn_once
 from twell.ops import library
+from twell.testing.case import Case
 
 BF16 = torch.bfloat16
 
@@ -322,44 +322,10 @@ def test_no_kernel_gets_a_bias_of_another_length(
     assert not launched
 
 
-def test_many_tokens_are_taken_slice_by_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bits are those of one slice, in eager mode and in graphs."""
-    o = operands(650, 520, 16, bias=True)
-    biases = {"b_gate": o["b_gate"], "b_up": o["b_up"], "b_down": o["b_down"]}
-    ran: list[str] = []
-
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if op.namespace == "twell":
-                ran.append(op._opname)
-            return op(*args, **(kwargs or {}))
-
-    def layer(x: Tensor) -> list[Tensor]:
-        y, aux = twell.sparse_gated_ffn(
-            x, o["w_gate"], o["w_up"], o["w_down"].t(), **biases, strategy="union", return_aux=True
-        )
-        plain = {"b_up": o["b_gate"], "b_down": o["b_down"]}
-        without, figures = twell.sparse_ffn(x, o["w_gate"], o["w_down"].t(), **plain, strategy="union", return_aux=True)
-        return [y, aux.l1, aux.l0, without, figures.l1, figures.l0]
-
-    whole = layer(o["x"])
+@pytest.mark.parametrize("more", ["biases=gate+up+down", "gated=False biases=up+down", "activation=relu2"])
+def test_many_tokens_are_taken_slice_by_slice(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
-    with Calls():
-        sliced = layer(o["x"])
-        layer(o["x"][:256])
-    assert ran == ["ffn_aux"] * 4
-    assert all(torch.equal(a, b) for a, b in zip(whole, sliced, strict=True))
-    graphs: list[list[str]] = []
-
-    def keep(module: Any, _: Any) -> Any:
-        graphs.append([n.target._opname for n in module.graph.nodes if "twell" in str(n.target)])
-        return module.forward
-
-    for dynamic in (False, True):
-        torch._dynamo.reset()
-        compiled = torch.compile(layer, backend=keep, fullgraph=True, dynamic=dynamic)
-        assert torch.equal(compiled(o["x"])[0], whole[0])
-        assert graphs.pop() == ["ffn_aux"] * 2
+    assert verdict(Case.of(f"layer m=650 k=24 n=520 {more} strategy=union aux=True")) == "ok"
 
 
 def test_a_missing_bias_is_empty(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:

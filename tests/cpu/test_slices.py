@@ -96,18 +96,6 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert costs.decide(large, figures._replace(candidates=0.05), "union", None).strategy == "union+screen"
 
 
-@pytest.mark.parametrize("strategy", ["row", "union"])
-def test_one_token_leaves_the_bias_alone(strategy: Any) -> None:
-    """In float32 the sum of slices began as the bias itself."""
-    t = layer(1, torch.float32)
-    t["x"].requires_grad_()
-    before = t["b_down"].clone()
-    for _ in range(2):
-        y = twell.sparse_ffn(**t, strategy=strategy)
-        testing.assert_same(y.detach(), right(t).float())
-    testing.assert_same(t["b_down"], before)
-
-
 @pytest.mark.parametrize("mains", [False, True], ids=["grads", "mains"])
 def test_compiled_training(mains: bool) -> None:
     t = layer(130)
