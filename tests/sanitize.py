@@ -46,7 +46,7 @@ _UNION = ("compact", "sampled_up", "gathered")
 _BACKWARD = ("overflow", "sampled_grad", "rank", "transpose", "weight_grad")
 _EXPERTS = tuple(f"expert_{part}" for part in ("pairs", "pack", "union", "gathered", "sum"))
 
-# What is run: fields of its cases, and the kernels that they launch. Two have operators alone.
+# What is run: fields of its cases, and the kernels that they launch. Three are operators alone.
 OPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pack": ("pack", (*_GATE, "unpack")),
     "row": ("layer aux=True", (*_GATE, "up_down_token")),
@@ -64,15 +64,12 @@ OPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mains": ("layer strategy=union wants=all aux=True mains=True", (*_GATE, *_UNION, *_BACKWARD)),
     "given": ("given", ("pack", "up_down_token")),
     "given_training": ("given strategy=union wants=all aux=True l1=True", ("pack", "scatter", *_UNION, *_BACKWARD)),
-    "autoencoder": (
-        "autoencoder activation=jumprelu bandwidth=2.0 train=True wants=all strategy=union",
-        ("window", "pack", "compact", "gathered", *_BACKWARD),
-    ),
     "kept": ("kept", (*_GATE, *_UNION, "overflow")),
     "experts": ("experts experts=3 slots=3 absent=0.1", (*_EXPERTS, "expert_down")),
     "float8_row": ("layer scales=row tokens=e4m3", (*_GATE, "up_down_token")),
     "float8_union": ("layer scales=row tokens=static strategy=union", ("quantize_tokens", *_GATE, *_UNION)),
     "float8_experts": ("experts experts=3 slots=3 absent=0.1 scales=row tokens=e4m3 gated=False", _EXPERTS),
+    "window": ("", ("window",)),
     "reglu": ("", ("reglu",)),
     "matrix_transpose": ("", ("matrix_transpose",)),
 }
@@ -171,20 +168,31 @@ def calls(op: str, size: str, device: str) -> Iterator[tuple[Any, Any]]:
         words = fields(size)
         m, k, n = (int(words[name]) for name in "mkn")
         problem = testing.integer_problem(m, k, n, dtype=torch.float16 if "fp16" in words.values() else torch.bfloat16)
-        # the remainder of a vector of eight has code of its own
-        up, gate = (torch.nn.functional.linear(problem.x, w).flatten()[: m * n - 3] for w in problem[1:3])
-        form, run = words.get("activation", "relu"), alone[op]
+        up, gate = (torch.nn.functional.linear(problem.x, w) for w in problem[1:3])
+        form, run = words.get("activation", "relu"), ALONE[op]
         right = run(gate, up, problem.w_down, form)
         moved = [moved_to(device, t) for t in (gate, up, problem.w_down)]
         yield lambda: run(*moved, form), lambda found: same_bits(found, right, op)
 
 
 def reglu(gate: Tensor, up: Tensor, w_down: Tensor, activation: Any) -> Outputs:
+    # the remainder of a vector of eight has code of its own
+    gate, up = (t.flatten()[:-3] for t in (gate, up))
     d_gate, d_up = ops.reglu_backward(up, gate, up, activation)
     return {"h": ops.reglu(gate, up, activation), "d_gate": d_gate, "d_up": d_up}
 
 
-alone = {"reglu": reglu, "matrix_transpose": lambda gate, up, w_down, form: {"t": ops.matrix_transpose(w_down)}}
+def window(gate: Tensor, up: Tensor, w_down: Tensor, activation: Any) -> Outputs:
+    level, gate = (torch.arange(gate.shape[1], device=gate.device) % 4).to(gate.dtype), gate.clone()
+    near, counts = ops.window(gate, level, level - 2, level + 2)
+    return {"gate": gate, "near": near, "counts": counts}
+
+
+def matrix_transpose(gate: Tensor, up: Tensor, w_down: Tensor, activation: Any) -> Outputs:
+    return {"w_down": ops.matrix_transpose(w_down)}
+
+
+ALONE = {"reglu": reglu, "window": window, "matrix_transpose": matrix_transpose}
 
 
 @torch.no_grad()
