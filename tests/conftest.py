@@ -116,14 +116,19 @@ def compiled_first() -> list[str]:
     """The kernels of Hopper that are compiled before others, which are nightly.
 
     Of each kernel in bfloat16 and in e4m3 the largest sizes: that with the fewest options and that with the most.
-    Clusters of one CTA are an option and no size: they select other code.
+    Clusters of one CTA are an option and no size: they select other code. "plain" is the option of a gate less.
     """
     from cute_kernels import catalog
 
     found = [spec.symbol for spec in catalog.of_architecture("sm_90a") if "fp16" not in spec.symbol]
     largest = {re.sub(r"_(?!x1(?:_|$))[a-z]\d+(?=_|$)", "", symbol): symbol for symbol in found}
     kernels: dict[str, list[str]] = {}
-    for options, symbol in sorted(largest.items(), key=lambda item: len(item[0])):
+
+    def number(item: tuple[str, str]) -> tuple[int, bool]:
+        gated = item[0].replace("_plain", "")
+        return len(gated), gated == item[0]
+
+    for options, symbol in sorted(largest.items(), key=number):
         kernels.setdefault(re.split(r"(?<=_bf16|_e4m3)_", options)[0], []).append(symbol)
     chosen = {symbol for symbols in kernels.values() for symbol in (symbols[0], symbols[-1])}
     return [symbol for symbol in found if symbol in chosen]
