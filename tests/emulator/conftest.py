@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import GROUPS, ROOT
 from tests.emulator import launch
 
 
@@ -18,7 +18,7 @@ def emulator(
     if reason is not None:
         pytest.skip(reason)
     found = launch.Emulator(tmp_path_factory.mktemp("emulator"))
-    if any("wheel" in getattr(item, "fixturenames", ()) for item in request.session.items):
+    if any(GROUPS.get(item.path.stem) == "wheel" for item in request.session.items):
         request.getfixturevalue("wheel")
         for name in (f"{symbol}{kind}" for symbol in symbols for kind in (".o", ".ptx")):
             (found.folder / name).symlink_to(ROOT / "build" / "wheel" / "objects" / name)
