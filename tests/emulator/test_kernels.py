@@ -216,7 +216,7 @@ def test_a_training_step(
         checks.training_step(m, k, n, density, biases, gated)
 
 
-@pytest.mark.parametrize(("m", "gated"), [(9, True), (300, True), (140, False)])
+@pytest.mark.parametrize(("m", "gated"), [(9, True), (300, True), pytest.param(140, False, marks=pytest.mark.nightly)])
 def test_a_training_step_with_thresholds_of_neurons(emulator: Emulator, m: int, gated: bool) -> None:
     with emulator.stands_in(3, Schedule.of(1)):
         checks.training_step(m, 72, 264, 0.2, "gate up down", gated, levels=True)
