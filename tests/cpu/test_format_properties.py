@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.cases.formats import packed_words
 from twell import ops, testing
 from twell._runtime import geometry
 from twell.ops import hybrid
@@ -77,9 +78,6 @@ def test_union_slices_are_a_partition(m: int, n: int) -> None:
     assert all(first % geometry.TOKEN_TILE == 0 for first, _ in slices)
 
 
-# Words: the value's bits above the neuron's index
-
-
 # Packed gates
 
 
@@ -131,35 +129,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 @MANY
 @given(gates())
-def test_packing_loses_nothing(g: Gates) -> None:
-    words, spill, _ = pack(g)
-    dense = ops.unpack(words, spill, g.values.shape[1], g.compression)
-    assert same_bits(dense, torch.where(g.values > 0, g.values, torch.zeros_like(g.values)))
-
-
-@MANY
-@given(gates())
-def test_words_are_counted_ascending_and_end_in_zeros(g: Gates) -> None:
+def test_packing_is_as_the_page_of_the_format_says_and_loses_nothing(g: Gates) -> None:
     words, spill, stats = pack(g)
-    (m, n), width = g.values.shape, geometry.words_per_tile(g.compression)
-    tiles = geometry.tiles(n)
-    table, expected = words.view(m, tiles, width), torch.nn.functional.pad(g.values > 0, (0, -n % 256))
-    counts = table[:, :, 0]
-    assert torch.equal(counts.long(), expected.view(m, tiles, 256).sum(2))
-    place = torch.arange(1, width)
-    used = place <= counts[:, :, None]
-    entries = table[:, :, 1:]
-    assert not entries[~used].any()
-    neurons = entries & 0xFFFF
-    assert bool((neurons // 256 == torch.arange(tiles)[:, None])[used].all())
-    ascending = (neurons[:, :, 1:] > neurons[:, :, :-1]) | ~used[:, :, 1:]
-    assert bool(ascending.all())
-    # a spilled tile holds all its values in place, and its first ones in the words as well
-    spilled = counts >= width
-    wide = torch.nn.functional.pad(g.values.clamp(min=0), (0, -n % 256)).view(m, tiles, 256)
-    assert same_bits(spill.view(m, tiles, 256)[spilled], wide[spilled] + 0)
-    assert torch.equal(stats[:, :, 0].sum(0), counts.sum(0))
-    assert torch.equal(stats[:, :, 1].sum(0), spilled.sum(0))
+    gate = torch.where(g.values > 0, g.values, torch.zeros_like(g.values))
+    for found, right in zip((words, stats), packed_words(gate, g.compression), strict=True):
+        assert torch.equal(found, right)
+    assert same_bits(ops.unpack(words, spill, g.values.shape[1], g.compression), gate)
 
 
 @MANY
@@ -283,6 +258,3 @@ def test_gradients_add_up_over_tokens(layer: Layer, data: st.DataObject) -> None
     assert torch.equal(torch.cat([gradients(0, cut, parts), gradients(cut, m, parts)]), dx)
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)
-
-
-# Compaction

@@ -5,27 +5,12 @@ import torch
 from torch.utils import _pytree as pytree
 
 import twell
-from twell import reference
 
 BF16 = torch.bfloat16
 
 
 def problem(*lead: int, n: int = 264, k: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(-2, 3, (*lead, k)).to(BF16), torch.randint(-2, 3, (n, k)).to(BF16)
-
-
-@pytest.mark.parametrize("lead", [(), (0,), (7,), (2, 3), (2, 0, 3)])
-@pytest.mark.parametrize("compression", [2, 4, 8])
-def test_unpack_undoes_pack(lead: tuple[int, ...], compression: int) -> None:
-    x, w = problem(*lead)
-    bias = torch.randint(-2, 3, (264,)).to(BF16)
-    packed = twell.pack(x, w, bias, compression=compression)
-    dense = reference.gate(x, w, bias)
-    assert packed.shape == dense.shape
-    assert packed.dtype == BF16
-    assert torch.equal(packed.unpack(), dense)
-    assert packed.nnz().shape == ()
-    assert packed.nnz() == (dense != 0).sum()
 
 
 def test_is_frozen_and_a_pytree() -> None:

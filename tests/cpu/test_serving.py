@@ -82,14 +82,6 @@ def through_state_dict(mlp: nn.Module, state: dict[str, Tensor]) -> None:
         tensor.copy_(state[name])
 
 
-def loaded(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    mlp.load_state_dict(state)
-
-
-def assigned(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    mlp.load_state_dict(state, assign=True)
-
-
 def assigned_by_child(mlp: nn.Module, state: dict[str, Tensor]) -> None:
     for name, child in mlp.named_children():
         prefix = f"{name}."
@@ -112,7 +104,7 @@ def swapped(mlp: nn.Module, state: dict[str, Tensor]) -> None:
 
 LOADERS = [
     *(copied, in_slices, as_data, as_parameters, as_replaced_parameters, through_state_dict),
-    *(loaded, assigned, assigned_by_child, assigned_in_odd_layouts, swapped),
+    *(assigned_by_child, assigned_in_odd_layouts, swapped),
 ]
 
 
@@ -210,12 +202,6 @@ def test_meta_construction(cls: Module, how: str, copies: bool) -> None:
     agrees(mlp)
     if how != "parameters":
         assert mlp.down_proj.weight.is_contiguous()
-
-
-# several at a time
-
-
-# requires_grad
 
 
 def test_accelerate_places_and_offloads() -> None:

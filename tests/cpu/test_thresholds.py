@@ -1,4 +1,4 @@
-"""A threshold for each neuron, and the largest gates: operators, exported layers and kernels."""
+"""A threshold for each neuron: operators and exported layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_gpu import install
 from torch import Tensor
 
 import twell
@@ -50,17 +49,3 @@ def test_exported_layers(strategy: Any, strict: bool) -> None:
         for each in (level, level.flip(0)):
             testing.assert_same(made(p.x, each, counts), Layer()(p.x, each, expected))
     assert torch.equal(counts, expected)
-
-
-def test_kernels_find_the_largest_gates_before_they_pack(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = install(monkeypatch)
-    p, _ = problem(300)
-    for strategy, trained in (("row", False), ("union", False), ("union", True)):
-        gpu.clear()
-        how: Any = {"activation": "topk", "k": 5, "strategy": strategy, "b_up": p.b_gate, "b_down": p.b_down}
-        y = twell.sparse_ffn(p.x.clone().requires_grad_(trained), p.w_gate, p.w_down.t(), **how)
-        assert gpu.names()[:2] == ["top_k", "pack"]
-        if trained:
-            y.sum().backward()
-            assert gpu.names()[2] == "compact"
-            assert "weight_grad" not in gpu.names()
