@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from tests import programs
 from tests.cases.verdicts import verdict
@@ -223,6 +224,18 @@ def test_operands_that_do_not_fit_each_other_are_refused_by_name(fake: bool) -> 
                         op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in given))
                 op(*given)
                 pytest.fail(f"{op._opname} takes {name} {operand.dtype} {list(operand.shape)}")
+
+
+def test_fakes_have_the_shapes_of_the_real_outputs() -> None:
+    def on_gpu(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
+
+    for op, arguments in checked_calls():
+        real = op(*copy.deepcopy(list(arguments.values())))
+        with FakeTensorMode():
+            fake = op(*pytree.tree_map_only(Tensor, on_gpu, list(arguments.values())))
+        for r, f in zip(*map(pytree.tree_leaves, (real, fake)), strict=True):
+            assert (f.shape, f.stride(), f.dtype, f.device.type) == (r.shape, r.stride(), r.dtype, "cuda"), op
 
 
 def test_an_operand_on_meta_among_others_is_refused() -> None:

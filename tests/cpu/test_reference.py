@@ -1,10 +1,13 @@
 """The reference, checked against the format's description with cases small enough to read."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from twell import ops, reference, testing
 from twell._runtime import geometry
+from twell.ops import hybrid
 
 BF16 = torch.bfloat16
 
@@ -112,3 +115,35 @@ def test_window_equals_the_reference(dtype: torch.dtype) -> None:
     for actual, expected in zip(ops.window(gate, *given), (near, counts), strict=True):
         testing.assert_same(actual, expected)
     testing.assert_same(gate, kept)
+
+
+@pytest.mark.parametrize("how", [{}, {"activation": "relu2"}, {"threshold": torch.arange(264) % 5}, {"k": 5}], ids=str)
+def test_operators_equal_the_reference(how: dict[str, Any]) -> None:
+    """The specification of all operators of a layer, which calls of cases do not read."""
+    p = testing.integer_problem(21, 16, 264, density=0.3, biases="gate up down", activation="relu2")
+    gated, limit = "activation" in how, {name: value for name, value in how.items() if name != "activation"}
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = p if gated else p._replace(w_up=None, b_up=None)
+    assert b_gate is not None
+    name = "topk" if "k" in how else "fatrelu" if "threshold" in how else how.get("activation", "relu")
+    both = torch.cat([b_gate, how["threshold"].to(BF16)]) if "threshold" in how else b_gate
+    form, number = {"activation": name} if gated else {}, float(how.get("k", 0))
+    if "k" not in how:
+        packed = reference.gate_pack(x, w_gate, b_gate, 8, **limit)
+        testing.assert_packed_same(ops.gate_pack(x, w_gate, both, 8), packed, 264, 8)
+        rows = (x, *packed[:2], w_up, w_down, b_up, b_down, 8)
+        for actual, expected in zip(ops.up_down(*rows, **form), reference.up_down(*rows, **form), strict=True):
+            testing.assert_same(actual, expected)
+    *found, kept = ops.hybrid_forward(x, w_gate, w_up, w_down, both, b_up, b_down, 8, 0, name, number)
+    layer = x, w_gate, w_up, w_down, b_gate, b_up
+    for actual, expected in zip(found, reference.hybrid_forward(*layer, b_down, **how), strict=True):
+        testing.assert_same(actual, expected)
+    parts = hybrid.parts(kept, 21, 264)
+    for actual, expected in zip(parts, reference.hybrid(reference.gate(x, w_gate, b_gate, **limit)), strict=False):
+        # what the reference leaves at zero is undefined, or zero
+        defined = expected != 0
+        testing.assert_same(actual[: len(expected)][defined], expected[defined])
+    dy, dl1 = testing.integer_upstream(p), torch.tensor(0.5)
+    found = ops.hybrid_backward(dy, dl1, *layer[:4], both, b_up, kept, True, True, name, number)
+    for actual, expected in zip(found, reference.hybrid_backward(dy, dl1, *layer, **how), strict=True):
+        if actual.numel():
+            testing.assert_same(actual[: len(expected)], expected.to(BF16))
