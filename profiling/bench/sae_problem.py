@@ -12,8 +12,8 @@ from torch import Tensor
 import twell
 from twell import testing
 from twell._runtime import geometry
-from twell.testing.answers import KINK
 from twell.testing.comparison import compare_errors, gradient_errors
+from twell.testing.operands import ACCUMULATION
 
 PATTERNS = ("even", "skewed", "topk")
 PARAMETERS = ("w_enc", "b_enc", "w_dec", "b_dec")
@@ -161,7 +161,7 @@ def _decided(o: Autoencoder, wide: Autoencoder, x: Tensor) -> tuple[Tensor, Tens
     """float64 pre-activations [M, N], which are kept after rounding, and where the sum of fp32 decides that."""
     pre = F.linear(x, wide.w_enc, wide.b_enc)
     gate = pre.bfloat16()
-    room = KINK * x.norm(dim=1)[:, None] * wide.w_enc.norm(dim=1)
+    room = ACCUMULATION * x.norm(dim=1)[:, None] * wide.w_enc.norm(dim=1)
     if o.thresholds is not None:
         return pre, o.fires(gate), (pre - _halfway(o.thresholds, 1)).abs() < room
     level = gate.relu().topk(min(o.k, gate.shape[1])).values[:, -1:]

@@ -76,7 +76,7 @@ def test_draws_fire_as_asked() -> None:
 def test_choices_that_rounding_decides_are_left_out(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     o = draw(pattern, 256, CPU, **DRAWN)
     assert len(Answer(o).tokens) > 200
-    monkeypatch.setattr(sae_problem, "KINK", 1e-2)
+    monkeypatch.setattr(sae_problem, "ACCUMULATION", 1e-2)
     with pytest.raises(RuntimeError, match="rounding decides too many"):
         Answer(o)
 

@@ -15,11 +15,8 @@ from twell._execution import Aux
 from twell._runtime import geometry
 from twell.strategy.plan import route_of
 from twell.strategy.site import AutoStrategy
+from twell.testing.operands import sums
 from twell.testing.workloads import FFN
-
-# A sum of 2,048 products of x and w in 128 fp32 steps is off by up to 128 * 2^-23 of its size on the way, about
-# |x| |w| / sqrt(2048): 3.4e-7 of |x| |w|. If it is nearer to 0 than three times that, rounding decides its sign.
-KINK = 2.0**-20
 
 # Rows of one float64 chunk; at N = 5632 its three intermediates take 0.5 GB.
 CHUNK_ROWS = 4096
@@ -170,23 +167,16 @@ def off_kinks(problem: FFN, *, gated: bool = True, threshold: float = 0.0) -> FF
     on the other side of it than the float64 sum, whole terms of the gradients differ, in dense PyTorch, too: a few of
     uniform29's 16,384 tokens do, and their errors hide all others. A token with a sum this near becomes zero.
     """
-    weights = problem.rows(0, 0).map(Tensor.double)
-
     # a gate is rounded before it is compared with a threshold
     level = _rounded(threshold, problem.x.dtype)
-    step = level * torch.finfo(problem.x.dtype).eps
-
-    def near(x: Tensor, weight: Tensor, bias: Tensor | None, at: float = 0.0) -> tuple[Tensor, Tensor]:
-        sums = F.linear(x, weight, bias)
-        scale = x.norm(dim=1)[:, None] * weight.norm(dim=1) + (0 if bias is None else bias.abs())
-        return sums, (sums - at).abs() < KINK * scale + (step if at else 0)
-
     tokens = problem.x.clone()
     for start, stop in chunks(len(tokens)):
-        x = problem.x[start:stop].double()
-        gate, kinks = near(x, weights.w_gate, weights.b_gate, level)
+        x = problem.x[start:stop]
+        gate, reach = sums(x, problem.w_gate, problem.b_gate)
+        kinks = (gate - level).abs() < reach + level * torch.finfo(x.dtype).eps
         if gated:
-            kinks |= near(x, weights.w_up, weights.b_up)[1] & (gate > 0)
+            up, reach = sums(x, problem.w_up, problem.b_up)
+            kinks |= (up.abs() < reach) & (gate > 0)
         tokens[start:stop].masked_fill_(kinks.any(1, keepdim=True), 0)
     return problem._replace(x=tokens)
 

@@ -68,21 +68,34 @@ def assert_hybrid_same(actual: Tensor, expected: Tensor, m: int, n: int, gated: 
     of 64, and an entry and, if ``gated``, an up projection for each non-zero; if these do not fit, only their numbers.
     """
     assert actual.shape == expected.shape
-    ours, theirs = (hybrid.parts(kept.cpu(), m, n)._asdict() for kept in (actual, expected))
-    assert_same(ours["sizes"][-1], theirs["sizes"][-1], "number of non-zeros")
-    assert_same(ours["popularity"], theirs["popularity"], "popularity")
-    total, capacity = int(ours["sizes"][-1]), geometry.hybrid_capacity(m, n)
-    if total > capacity:
-        return
-    for name in ("sizes", "chunks"):
-        assert_same(ours[name], theirs[name], name)
-    listed = -(-ours["sizes"][:-1, None] // geometry.CHUNK) * geometry.CHUNK
-    undefined = torch.arange(ours["neurons"].shape[1], device=listed.device) >= listed
-    assert_same(ours["neurons"].masked_fill(undefined, 0), theirs["neurons"].masked_fill(undefined, 0), "neurons")
-    assert_same(ours["entries"][:total], theirs["entries"][:total], "entries")
-    if gated:
-        up, right = (kept["entries"][capacity:].view(torch.int16)[:total] for kept in (ours, theirs))
-        assert_same(up, right, "bits of up projections")
+    # values by their bits
+    dtype = torch.int16 if gated else None
+    ours, theirs = (defined_parts(kept.cpu(), m, n, dtype) for kept in (actual, expected))
+    for name, right in theirs.items():
+        assert_same(ours[name], right, name)
+
+
+def defined_parts(kept: Tensor, m: int, n: int, up: torch.dtype | None) -> dict[str, Tensor]:
+    """The parts of a hybrid gate of ``m`` tokens and ``n`` neurons, with zeros where they are undefined.
+
+    up: the dtype of up projections of 16 bits, or None without these. No value is read.
+    """
+    parts, capacity = hybrid.parts(kept, m, n), geometry.hybrid_capacity(m, n)
+    sizes, total = parts.sizes, parts.sizes[-1]
+    fits = total <= capacity
+    some = (torch.arange(capacity, device=total.device) < total) & fits
+    padded = -(-sizes[:-1, None] // geometry.CHUNK) * geometry.CHUNK
+    listed = (torch.arange(parts.neurons.shape[1], device=total.device) < padded) & fits
+    found = {
+        "sizes": torch.cat([sizes[:-1].where(fits, 0), sizes[-1:]]),
+        "popularity": parts.popularity,
+        "chunks": parts.chunks.where(fits, 0),
+        "neurons": parts.neurons.where(listed, 0),
+        "entries": parts.entries[:capacity].where(some, 0),
+    }
+    if up is not None:
+        found["up"] = hybrid.values(parts.entries, capacity, up, 1)[0].where(some, 0)
+    return found
 
 
 _POISON = 0xFF  # as bytes of bf16, fp16 and fp32 a NaN, of int32 -1

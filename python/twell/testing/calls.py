@@ -14,11 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import twell
 from twell import ops
 from twell._float8_mlp import Float8MLP
-from twell._runtime import geometry
 from twell.nn import SparseAutoencoder, SparseGatedMLP, SparseMLP
-from twell.ops import hybrid
 from twell.strategy.plan import route_of
 from twell.strategy.site import AutoStrategy
+from twell.testing.bits import defined_parts
 from twell.testing.case import Case
 from twell.testing.formula import MAIN
 from twell.testing.operands import LORA_SCALE, Operands, largest, level_of, static_scale, thresholds
@@ -358,29 +357,9 @@ def _keep(case: Case, t: Operands) -> Callable[[], Outputs]:
     def call() -> Outputs:
         y, l1, nonzeros, kept = ops.hybrid_forward(*layer, case.compression, 0, case.activation, threshold)
         found = {"y": y, "total |h|": l1, "nonzeros": nonzeros}
-        return found | _defined(hybrid.parts(kept, case.m, case.n), case)
+        return found | defined_parts(kept, case.m, case.n, case.torch_dtype if first == "gate" else None)
 
     return call
-
-
-def _defined(kept: hybrid.Kept, case: Case) -> Outputs:
-    """The parts of the hybrid format with zeros where they are undefined, without a look at a value."""
-    capacity, total = geometry.hybrid_capacity(case.m, case.n), kept.sizes[-1]
-    fits = total <= capacity
-    some = (torch.arange(capacity, device=total.device) < total) & fits
-    padded = -(-kept.sizes[:-1, None] // geometry.CHUNK) * geometry.CHUNK
-    listed = (torch.arange(kept.neurons.shape[1], device=total.device) < padded) & fits
-    found = {
-        "entries": kept.entries[:capacity].where(some, 0),
-        "neurons": kept.neurons.where(listed, 0),
-        "chunks": kept.chunks.where(fits, 0),
-        "sizes": torch.cat([kept.sizes[:-1].where(fits, 0), kept.sizes[-1:]]),
-        "popularity": kept.popularity,
-    }
-    if case.first == "gate":
-        up = hybrid.values(kept.entries, capacity, case.torch_dtype, 1)[0]
-        found["up"] = up.where(some, 0)
-    return found
 
 
 # Dense PyTorch
