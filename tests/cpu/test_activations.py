@@ -121,20 +121,6 @@ def test_a_threshold_is_rounded_as_torch_rounds_it() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("name", ["drelu", "fatrelu"])
-def test_reglu_has_the_bits_of_torch_for_every_gate(name: str, dtype: torch.dtype) -> None:
-    dh, gate, up = every_value(dtype)
-    threshold = 1.3 if name == "fatrelu" else 0.0
-    leaves = [t.clone().requires_grad_() for t in (gate, up)]
-    g, u = leaves
-    right = F.threshold(g, threshold, 0.0) * (F.relu(u) if name == "drelu" else u)
-    testing.assert_same(ops.reglu(gate, up, name, threshold), right.detach())
-    found = ops.reglu_backward(dh, gate, up, name, threshold)
-    for actual, expected in zip(found, torch.autograd.grad(right, leaves, dh), strict=True):
-        testing.assert_same(actual, expected)
-
-
-@DTYPES
 def test_relu2_of_dense_layers_rounds_once(dtype: torch.dtype) -> None:
     dh, gate, up = every_value(dtype)
     g, u, d = gate.float().relu(), up.float(), dh.float()
@@ -163,15 +149,6 @@ def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
 
 
 # Graphs
-
-
-def test_a_compiled_module_sees_a_new_threshold() -> None:
-    torch._dynamo.reset()
-    mlp = twell.nn.SparseGatedMLP(16, 64, dtype=BF16, strategy="dense", activation="fatrelu", threshold=0.25)
-    compiled, x = torch.compile(mlp, backend="aot_eager", fullgraph=True), torch.randn(9, 16, dtype=BF16)
-    for threshold in (0.25, 0.5, 0.0, 0.125):
-        mlp.threshold = threshold
-        assert torch.equal(compiled(x), mlp(x))
 
 
 # Modules

@@ -117,20 +117,32 @@ def test_weights_that_are_one_make_one_product(m: int, monkeypatch: pytest.Monke
 
 
 @DTYPES
+@pytest.mark.parametrize("name", ["relu", "drelu", "fatrelu"])
 @pytest.mark.parametrize(
     ("needed", "create_graph"), [((True, True), False), ((True, False), True), ((False, True), False)]
 )
-def test_gradients_have_the_bits_of_torch(dtype: torch.dtype, needed: tuple[bool, bool], create_graph: bool) -> None:
+def test_gradients_have_the_bits_of_torch_for_every_gate(
+    dtype: torch.dtype, name: Any, needed: tuple[bool, bool], create_graph: bool
+) -> None:
     dh, gate, up = every_value(dtype)
+    activation = activation_of(name, 1.3 if name == "fatrelu" else 0.0)
+
+    def by_torch(gate: Tensor, up: Tensor) -> Tensor:
+        if name == "relu":
+            return plain(gate, up)
+        return F.threshold(gate, activation.threshold, 0.0) * (F.relu(up) if name == "drelu" else up)
+
     found = []
-    for f in (_autograd.gated_relu, plain):
+    for f in (lambda gate, up: _autograd.gated_relu(gate, up, activation), by_torch):
         leaves = [t.clone().requires_grad_(need) for t, need in zip((gate, up), needed)]
         wanted = [t for t in leaves if t.requires_grad]
         hidden = f(*leaves)
         found.append((hidden.detach(), *torch.autograd.grad(hidden, wanted, dh, create_graph=create_graph)))
     for ours, theirs in zip(*found, strict=True):
         assert ours.requires_grad == theirs.requires_grad
-        assert same_bits(ours.detach(), theirs.detach())
+        testing.assert_same(ours.detach(), theirs.detach())
+        # zeros of ReLU have torch's sign, too
+        assert name != "relu" or same_bits(ours.detach(), theirs.detach())
 
 
 # In layers

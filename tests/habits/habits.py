@@ -58,6 +58,10 @@ def compiled(entry: Entry) -> None:
         with torch.no_grad():
             same(graph(**call.given), call())
         assert "twell" not in graphs[-1]
+        for threshold in (0.5, 0.0, 0.125) if call.run.threshold else ():
+            call.run.threshold = threshold
+            with torch.no_grad():
+                same(graph(**call.given), call())
 
 
 class Holder(nn.Module):
