@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from auto_layers import Arrivals
 from torch import Tensor, nn
 from torch.export import Dim
@@ -55,11 +54,6 @@ class Layer(nn.Module):
 def problem(m: int, biases: str, dtype: torch.dtype) -> testing.FFN:
     """An integer problem: every strategy has the same right answer."""
     return testing.integer_problem(m, K, N, density=0.1, biases=biases, dtype=dtype)
-
-
-def assert_same(ours: Any, eager: Any) -> None:
-    for a, b in zip(pytree.tree_leaves(ours), pytree.tree_leaves(eager), strict=True):
-        testing.assert_same(a, b)
 
 
 def saved(exported: Any) -> Any:

@@ -23,7 +23,6 @@ import torch
 from tiny_kernels import Compiler, package_tiny
 from torch import Tensor
 
-import twell
 from twell import testing
 from twell._runtime import cache, packaged, resolve, specs
 
@@ -37,10 +36,6 @@ def shaped(**changes: Any) -> dict[str, Any]:
     """Arguments of the gated function: K = 16, N = 24."""
     shapes = {"x": (3, 16), "w_gate": (24, 16), "w_up": (24, 16), "w_down": (16, 24)}
     return {name: torch.ones(shape, dtype=BF16) for name, shape in shapes.items()} | changes
-
-
-def gated(strategy: Any = "row", **changes: Any) -> Any:
-    return twell.sparse_gated_ffn(**shaped(**changes), strategy=strategy)
 
 
 # Non-finite values, on the CPU: the same as dense PyTorch wherever a token fires the neuron

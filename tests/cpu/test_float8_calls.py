@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import twell
 from tests.cpu import fake_gpu
@@ -26,12 +26,6 @@ CASE = Case.of("layer m=9 k=48 n=80 exact=False biases=gate+up+down density=0.5 
 def problem(**change: Any) -> dict[str, Any]:
     case = CASE.replace(**change)
     return laid_out(case, build(case))
-
-
-def gated(p: dict[str, Any], **options: Any) -> Tensor:
-    operands = {name: t for name, t in p.items() if name != "dy"}
-    y: Tensor = twell.sparse_gated_ffn(**{"strategy": "row"} | operands | options)  # type: ignore[arg-type]
-    return y
 
 
 def weights() -> Any:
