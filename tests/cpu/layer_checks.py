@@ -16,8 +16,8 @@ Module = type[SparseGatedMLP] | type[SparseMLP]
 CHILDREN = ("gate_proj", "up_proj", "down_proj")
 
 
-def tokens(dtype: torch.dtype = BF16, count: int = 5, seed: int = 1) -> Tensor:
-    return torch.randn(count, K, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def tokens() -> Tensor:
+    return torch.randn(5, K, generator=torch.Generator().manual_seed(1)).to(BF16)
 
 
 def by_children(mlp: nn.Module, x: Tensor) -> Tensor:
@@ -36,8 +36,7 @@ def close(y: Tensor, expected: Tensor) -> None:
     assert (y.double() - expected.double()).norm() <= 2e-2 * expected.double().norm()
 
 
-def agrees(mlp: nn.Module, x: Tensor | None = None) -> None:
+def agrees(mlp: nn.Module) -> None:
     """Call ``mlp`` as servers do; it must agree with its children."""
-    x = tokens() if x is None else x
     with torch.no_grad():
-        close(mlp(x), by_children(mlp, x))
+        close(mlp(tokens()), by_children(mlp, tokens()))

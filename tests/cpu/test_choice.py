@@ -34,8 +34,8 @@ def problem(dtype: torch.dtype, n: int = N, k: int = K, m: int = M, high: int = 
     }
 
 
-def leaves(t: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    return {name: value.detach().clone().to(dtype or value.dtype).requires_grad_() for name, value in t.items()}
+def leaves(t: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().clone().requires_grad_() for name, value in t.items()}
 
 
 def ours(t: dict[str, Tensor], **options: Any) -> Any:

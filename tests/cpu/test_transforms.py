@@ -24,9 +24,9 @@ GATED = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 PLAIN = ("x", "w_up", "w_down", "b_up", "b_down")
 
 
-def draw(names: tuple[str, ...], dtype: torch.dtype = BF16) -> dict[str, Tensor]:
+def draw(names: tuple[str, ...]) -> dict[str, Tensor]:
     shapes = {"x": (M, K), "w_gate": (N, K), "w_up": (N, K), "w_down": (K, N), "b_gate": (N,), "b_up": (N,)}
-    return {name: torch.randn(shapes.get(name, (K,))).to(dtype) for name in names}
+    return {name: torch.randn(shapes.get(name, (K,))).to(BF16) for name in names}
 
 
 def ffn(t: dict[str, Tensor], strategy: Any, **options: Any) -> Any:

@@ -14,7 +14,6 @@ from twell._activation import ActivationName, activation_of
 from twell._execution import Aux
 from twell._runtime import geometry
 from twell.strategy.plan import route_of
-from twell.strategy.site import AutoStrategy
 from twell.testing.operands import sums
 from twell.testing.workloads import FFN
 
@@ -124,22 +123,13 @@ def _dense_hidden(problem: FFN, gated: bool, activation: ActivationName, thresho
     return hidden * (F.relu(up) if activation == "drelu" else up)
 
 
-def sparse_output(
-    problem: FFN,
-    *,
-    gated: bool = True,
-    compression: int = 8,
-    strategy: str | AutoStrategy = "row",
-    activation: ActivationName = "relu",
-    threshold: float = 0.0,
-) -> Tensor:
+def sparse_output(problem: FFN, *, gated: bool = True, **options: Any) -> Tensor:
     """The same layer through ``twell.sparse_gated_ffn`` or ``twell.sparse_ffn``, [M, K].
 
-    The default, strategy "row", does not round the hidden state: integers have one right answer. "union+screen" and
-    "row+invariant" are strategies here, too.
+    ``options`` are the function's. The default, strategy "row", does not round the hidden state: integers have one
+    right answer. "union+screen" and "row+invariant" are strategies here, too.
     """
-    own = {"compression": compression, "strategy": strategy, "activation": activation, "threshold": threshold}
-    y: Tensor = _sparse(problem, gated, **own)
+    y: Tensor = _sparse(problem, gated, **{"strategy": "row"} | options)
     return y
 
 
