@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -63,19 +63,6 @@ def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
         assert m * min(n, 64) <= capacity < m * n + 8
         assert capacity >= last
         last = capacity
-
-
-@MANY
-@given(m=st.integers(0, 1 << 22), n=st.sampled_from(EVERY_N))
-@example(m=geometry.UNION_ENTRIES // 65536, n=65536)
-@example(m=geometry.UNION_ENTRIES // 65536 + 1, n=65536)
-def test_union_slices_are_a_partition(m: int, n: int) -> None:
-    slices = geometry.union_slices(m, n)
-    bounds = [0, *(last for _, last in slices)]
-    assert [first for first, _ in slices] == bounds[:-1]
-    assert bounds[-1] == m
-    assert all(0 < last - first and (last - first) * n <= geometry.UNION_ENTRIES for first, last in slices)
-    assert all(first % geometry.TOKEN_TILE == 0 for first, _ in slices)
 
 
 # Packed gates
