@@ -21,6 +21,7 @@ from ffns import BF16, Adapter, K, N, Pair
 from layer_checks import CHILDREN, MODULES, Module, by_children, close, tokens
 from torch import Tensor, nn
 
+from tests.habits.derivatives import Doubled
 from twell._sparsify.modules import pair_up
 from twell.nn import SparseGatedMLP, SparseMLP, explain, set_down_layout
 
@@ -77,14 +78,6 @@ def pruned(mlp: nn.Module, name: str) -> None:
         child.weight_orig.mul_(3)
 
 
-def hook(mlp: nn.Module, name: str) -> None:
-    mlp.get_submodule(name).register_forward_hook(lambda module, args, y: 3 * y)
-
-
-def pre_hook(mlp: nn.Module, name: str) -> None:
-    mlp.get_submodule(name).register_forward_pre_hook(lambda module, args: (3 * args[0],))
-
-
 def own_forward(mlp: nn.Module, name: str) -> None:
     child = mlp.get_submodule(name)
     forward = child.forward
@@ -96,39 +89,30 @@ class Scaled(nn.Linear):
         return 3 * super().forward(x)
 
 
-def adapter(mlp: nn.Module, name: str) -> None:
-    setattr(mlp, name, Adapter(getattr(mlp, name)))
-
-
 def subclass(mlp: nn.Module, name: str) -> None:
     child = mlp.get_submodule(name)
     setattr(mlp, name, Scaled(child.in_features, child.out_features, dtype=BF16))
 
 
-def wrapped(mlp: nn.Module, name: str) -> None:
-    setattr(mlp, name, nn.Sequential(mlp.get_submodule(name), nn.Hardtanh(-0.1, 0.1)))
-
-
-class Tripled(nn.Parameter):
-    """A weight with its own product, like quantised ones."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        return 3 * result if func is F.linear else result
-
-
 def own_kind_of_weight(mlp: nn.Module, name: str) -> None:
+    """A weight with its own product, like quantised ones."""
     child = mlp.get_submodule(name)
-    child.weight = Tripled(child.weight.detach())
+    child.weight = Doubled(child.weight.detach())
 
 
-CHANGES = [
-    own_kind_of_weight,
-    *(weight_norm, spectral_norm, new_weight_norm, pruned),
-    *(hook, pre_hook, own_forward, adapter, subclass, wrapped),
-]
+CHANGES: dict[str, Callable[[nn.Module, str], Any]] = {
+    "own kind of weight": own_kind_of_weight,
+    "weight_norm": weight_norm,
+    "spectral_norm": spectral_norm,
+    "new weight_norm": new_weight_norm,
+    "pruned": pruned,
+    "hook": lambda mlp, name: mlp.get_submodule(name).register_forward_hook(lambda module, args, y: 3 * y),
+    "pre-hook": lambda mlp, name: mlp.get_submodule(name).register_forward_pre_hook(lambda _, args: (3 * args[0],)),
+    "own forward": own_forward,
+    "adapter": lambda mlp, name: setattr(mlp, name, Adapter(getattr(mlp, name))),
+    "subclass": subclass,
+    "wrapped": lambda mlp, name: setattr(mlp, name, nn.Sequential(getattr(mlp, name), nn.Hardtanh(-0.1, 0.1))),
+}
 
 
 PLACES = [*((SparseGatedMLP, name) for name in CHILDREN), *((SparseMLP, name) for name in CHILDREN[1:])]
@@ -142,14 +126,12 @@ PLACES = [*((SparseGatedMLP, name) for name in CHILDREN), *((SparseMLP, name) fo
         for j, change in enumerate(CHANGES)
     ],
 )
-def test_children_that_are_more_than_a_weight(
-    cls: Module, name: str, change: Callable[..., None], strategy: Any
-) -> None:
+def test_children_that_are_more_than_a_weight(cls: Module, name: str, change: str, strategy: Any) -> None:
     """Adapters, hooks that compute the weight, replaced forwards: all of them take effect, or the call raises."""
     mlp = cls(K, N, True, dtype=BF16, strategy=strategy)
     with torch.no_grad():
         plain = mlp(tokens())
-    change(mlp, name)
+    CHANGES[change](mlp, name)
     mlp.record_aux = True
     y, aux = mlp(tokens(), return_aux=True)
     expected = by_children(mlp, tokens())
@@ -300,18 +282,19 @@ def test_changed_children_are_seen_and_forgotten() -> None:
         handle.remove()
         assert torch.equal(mlp(tokens()), sparse)
     mlp.accumulate_main_grad = True
-    adapter(mlp, "gate_proj")
+    CHANGES["adapter"](mlp, "gate_proj")
     with pytest.raises(NotImplementedError, match=r"accumulate_main_grad: expected plain nn\.Linear projections"):
         mlp(tokens())
 
 
 @pytest.mark.parametrize(
-    ("change", "index"), zip([hook, pre_hook, own_forward, weight_norm, subclass, adapter], [0, 1, 2, 0, 1, 2])
+    ("change", "index"),
+    zip(["hook", "pre-hook", "own forward", "weight_norm", "subclass", "adapter"], [0, 1, 2, 0, 1, 2]),
 )
-def test_changed_linears_make_no_layer(index: int, change: Callable[..., None]) -> None:
+def test_changed_linears_make_no_layer(index: int, change: str) -> None:
     """Otherwise only the weight would be shared."""
     layers = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
-    change(layers, CHILDREN[index])
+    CHANGES[change](layers, CHILDREN[index])
     with pytest.raises(
         TypeError, match=rf"{CHILDREN[index].removesuffix('_proj')} must be an? (plain )?nn.Linear, got"
     ):
@@ -321,14 +304,14 @@ def test_changed_linears_make_no_layer(index: int, change: Callable[..., None]) 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        *(("fc1", weight_norm), ("fc2", spectral_norm), ("fc1", new_weight_norm)),
-        *(("fc1", pre_hook), ("fc2", hook), ("fc2", own_forward), ("fc2", wrapped)),
+        *(("fc1", "weight_norm"), ("fc2", "spectral_norm"), ("fc1", "new weight_norm")),
+        *(("fc1", "pre-hook"), ("fc2", "hook"), ("fc2", "own forward"), ("fc2", "wrapped")),
     ],
 )
-def test_children_of_a_pair_that_are_changed_later(name: str, change: Callable[..., None]) -> None:
+def test_children_of_a_pair_that_are_changed_later(name: str, change: str) -> None:
     both = pairs()
     for pair in both:
         torch.manual_seed(0)
-        change(pair, name)
+        CHANGES[change](pair, name)
     with torch.no_grad():
         close(*(pair(tokens()) for pair in both))
