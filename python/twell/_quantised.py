@@ -100,7 +100,11 @@ def run(
     of_up = (None, None) if up is None else (up.values, up.by_rows())
     matrices = tokens, scale, gate.values, gate.by_rows(), *of_up, down.values.t(), down.by_rows()
     how = compression, asked, first, activation.name, activation.threshold, fast_accum, invariant
-    operator = direct if not _modes.compiling() and is_direct(tokens) else ops.ffn_float8
+    operator: Any = ops.ffn_float8
+    if not _modes.compiling() and is_direct(tokens):
+        # the dispatcher makes the others real
+        in_memory = all(t is None or _modes.is_in_memory(t) for t in (*matrices, *biases))
+        operator = direct if in_memory else operator
     y: Tensor = operator(*matrices, *biases, *how)
     return y if values.dim() == 2 else unviewed(y, values.shape)
 

@@ -32,6 +32,10 @@ from twell.testing.operands import Operands, build, in_e4m3, laid_out
 POISON = 0xFF
 
 
+# error of a mean over tokens in fp32, as a share of it
+MEAN = 2.0**-23
+
+
 def verdict(case: Case, device: torch.device | str = "cpu") -> str:
     """ "ok", or what is wrong with a case on a device."""
     return attempt(case, torch.device(device)).verdict
@@ -66,7 +70,7 @@ def run(case: Case, device: torch.device, result: Result) -> None:
         # in every second case the next call gets this memory; in the others it must not touch it
         held = first if case.seed % 2 else {}
         del first
-        with no_waits(device):
+        with contextlib.nullcontext() if waits(case) else no_waits(device):
             again = call()
         if case.strategy != "site":
             same_bits(again, outputs, "a second call")
@@ -118,6 +122,12 @@ def without_others(case: Case, o: Operands, outputs: Outputs) -> None:
     y, ours = outputs["y"].view(case.m, -1)[::3], caller(fewer, laid_out(fewer, part))()["y"]
     if not torch.equal(ours.nan_to_num(), y.nan_to_num()):
         raise Mismatch("other tokens change the bits of some")
+
+
+def waits(case: Case) -> bool:
+    """Whether dense products of each expert wait for its tokens."""
+    no_kernel = case.dtype == "fp16" or case.experts == 1024 or case.scales != ""
+    return case.kind == "experts" and case.strategy != "row" and no_kernel
 
 
 @contextlib.contextmanager
@@ -259,10 +269,12 @@ def _contiguous(name: str, t: Tensor) -> Tensor:
 def judge_figures(found: Outputs, l1: Tensor, off: Tensor | float, l0: Tensor) -> None:
     if found["l1"].dim() or found["l0"].dim() or found["l0"].dtype != torch.float32:
         raise Mismatch(f"figures must be 0-d, and l0 float32, got {found['l1']} and {found['l0']}")
-    if float(found["l0"]) != float(l0.to(found["l0"].dtype)):
+    # a GPU divides by the number of tokens as it multiplies by a rounded reciprocal
+    if not abs(float(found["l0"]) - float(l0)) <= MEAN * float(l0):
         raise Mismatch(f"l0 {float(found['l0'])}, expected {float(l0)}")
-    if not abs(float(found["l1"]) - float(l1.to(found["l1"].dtype))) <= float(off):
-        raise Mismatch(f"l1 {float(found['l1'])}, expected {float(l1)}, off by at most {float(off)}")
+    off = float(off) + torch.finfo(found["l1"].dtype).eps * float(l1)
+    if not abs(float(found["l1"]) - float(l1)) <= off:
+        raise Mismatch(f"l1 {float(found['l1'])}, expected {float(l1)}, off by at most {off}")
 
 
 def judge_integers(case: Case, o: Operands, found: Outputs, result: Result) -> None:

@@ -23,8 +23,14 @@ COLUMNS = ("compiled", "repeats", "owned", "strides", "memory", "opcheck", "empt
 HERE = ON_GPU | {name: HABITS[name] for name in COLUMNS}
 
 
+# PyTorch neither compares e4m3 values of a GPU nor derives its grouped products forward
+ABSENT = {(name, "opcheck") for name in ENTRIES if "e4m3" in name or name == "Float8MLP"}
+ABSENT |= {("sparse_experts", "transforms")}
+
+
 @pytest.mark.parametrize(
-    ("entry", "habit"), [(name, habit) for name, row in ENTRIES.items() for habit in HERE if habit not in row.absent]
+    ("entry", "habit"),
+    [(a, b) for a, row in ENTRIES.items() for b in HERE if b not in row.absent and (a, b) not in ABSENT],
 )
 def test_habit(entry: str, habit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -73,6 +73,12 @@ def function(call: Any, o: Operands, strategy: Any, **options: Any) -> tuple[Any
     return partial(call, strategy=strategy, **options), o
 
 
+def packed(**given: Any) -> tuple[Tensor, Tensor]:
+    """What a packed gate means: words and values behind the counts are undefined."""
+    found = twell.pack(**given)
+    return found.unpack(), found.stats
+
+
 def thresholds(o: Operands, strategy: Any) -> tuple[Any, Operands]:
     """A threshold for each neuron, between integers."""
     levels = (torch.arange(len(o["b_up"]), device="cpu") % 3 + 0.5).to(o["x"])
@@ -313,7 +319,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "pack": Entry(
         f"pack {SIZES} biases=gate",
-        lambda o, strategy: (twell.pack, o),
+        lambda o, strategy: (packed, o),
         FUNCTION | no("it packs a gate", "backward", "owned", "auto", "overrides", "surroundings: wider"),
     ),
     "sparse_gated_ffn, e4m3": Entry(

@@ -131,11 +131,18 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
         # training keeps it for backward
         up = narrow(up) if case.wants else up
         if not absolute:
-            sizes = [
-                t.detach().abs()
-                + (adapted(name, x[tokens], Tensor.abs).detach() if case.rank and f"w_{name}" in w else 0)
-                for name, t in ((case.first, gate), ("up", up))
-            ]
+
+            def size_of(name: str, t: Tensor, e: int = e, tokens: Tensor = tokens) -> Tensor:
+                """The size of a projection; terms of e4m3 that cancel leave errors of their own size."""
+                size = t.detach().abs()
+                if case.rank and f"w_{name}" in w:
+                    size = size + adapted(name, x[tokens], Tensor.abs).detach()
+                if case.scales and not case.exact and f"w_{name}" in w:
+                    terms = x[tokens].abs() @ w[f"w_{name}"].reshape(-1, n, k)[e].abs().t()
+                    size = size + FAST_SUMMATION / share * terms.detach()
+                return size
+
+            sizes = [size_of(name, t) for name, t in ((case.first, gate), ("up", up))]
             signs.append(_chosen(case, gate.detach(), up.detach(), tuple(sizes)))
         of = signs[e]
         if absolute:
