@@ -13,11 +13,13 @@ import random
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from tests.emulator import checks, launch
+from tests.cases.judged import Mismatch
+from tests.emulator import cases, checks, launch
 
 
 def main() -> int:
@@ -37,11 +39,13 @@ def main() -> int:
         while number == arguments.first or time.monotonic() < end:
             generator = random.Random(f"{arguments.seed}:{number}")
             schedule = launch.Schedule.of(generator.randrange(1 << 20))
-            check = checks.draw(generator)
+            check: partial[object] = checks.draw(generator)
+            if generator.random() < 0.2:
+                check = partial(cases.run, emulator, cases.draw(generator))
             try:
                 with emulator.stands_in(2 * generator.randint(1, 4), schedule):
                     check()
-            except (AssertionError, launch.EmulatorError) as error:
+            except (AssertionError, Mismatch, launch.EmulatorError) as error:
                 failed += 1
                 print(f"case {number}: {check.func.__name__}{check.args}, {schedule}: {error}", flush=True)
             number += 1

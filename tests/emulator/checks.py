@@ -12,20 +12,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tests import overflow, programs
+from tests import programs
 from tests.quantized import assert_right, hostile
 from twell import ops, reference, testing, tuning
-from twell._activation import RELU, Activation, activation_of, threshold_pair
+from twell._activation import RELU, activation_of, threshold_pair
 from twell._runtime import geometry, specs
-from twell.ops import hybrid, screened
+from twell.ops import hybrid
 from twell.ops.library import launch
-from twell.ops.operands import Gradients, Operands, opened
-from twell.strategy.plan import Route
 
 BF16 = torch.bfloat16
 NONE = torch.empty(0, dtype=BF16)
@@ -305,40 +301,7 @@ def rank(n: int, most: int, ctas: int, counters: int, seed: int = 0) -> None:
     assert not arrivals.any(), "counters are not cleared"
 
 
-# ---- a layer ----
-
-
-def screened_layer(m: int, k: int, n: int, density: float, biases: str, seed: int = 0) -> None:
-    """All kernels of a layer with the int8 screen, one after the other."""
-    problem = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed)
-    y, l1, nonzeros = ops.ffn_aux(*problem, 8, "union", None)
-    found = programs.screened_layer(problem)
-    fires = F.pad(testing.float64_gate(problem) > 0, (0, 0, 0, -m % geometry.TOKEN_TILE))
-    testing.assert_same(found[4].long(), screened.count(problem.x, problem.w_gate, problem.b_gate), "candidates")
-    testing.assert_same(found[3].long(), fires.view(-1, geometry.TOKEN_TILE, n).any(1).sum(1), "union")
-    testing.assert_same(found[0], y, "y")
-    testing.assert_same(found[1].sum(), l1, "l1")
-    testing.assert_same(found[2][:, :, 0].sum(), nonzeros, "non-zeros")
-
-
-def by_row(m: int, k: int, n: int, every: int, gated: bool = True, seed: int = 0) -> None:
-    """Strategy "row". One token of each ``every`` fires nearly all neurons if k is at least m."""
-    generator = torch.Generator().manual_seed(seed)
-    counts = torch.randint(0, 20, (m, 1), generator=generator)
-    counts[::every] = n - 5
-    active = torch.rand(m, n, generator=generator).argsort(1).argsort(1) < counts
-    gates = torch.where(active, torch.randint(1, 9, (m, n), generator=generator), -1)
-    if m <= k:
-        problem = testing.pattern_problem(gates, k, biases="up down", seed=seed)
-    else:
-        problem = testing.integer_problem(m, k, n, density=0.1, biases="up down", seed=seed)
-    layer = Operands(*problem) if gated else Operands(*problem)._replace(w_up=None, b_up=None)
-    right = ops.ffn_aux(*layer, 8, "row", None)
-    found = importlib.import_module("twell.ops.ffn").on_cuda(
-        layer._replace(w_down=layer.w_down.t()), 8, RELU, Route("row"), True
-    )
-    for name, ours, theirs in zip(("y", "l1", "nonzeros"), found, right):
-        testing.assert_same(ours, theirs, name)
+# ---- experts ----
 
 
 def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: bool, seed: int = 0) -> None:
@@ -445,137 +408,6 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
     testing.assert_same(ops.unpack(words, spill, n, 2)[order], gates, "gates of pairs alone")
 
 
-def training_step(
-    m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int = 0, levels: bool = False
-) -> None:
-    """All kernels of a forward and backward pass; ``levels``: with thresholds behind the biases of the gate."""
-    problem = testing.integer_problem(m, k, n, density=density, biases=biases, seed=seed)
-    layer = list(problem)
-    if not gated:
-        layer[2] = layer[5] = None
-    activation = "fatrelu" if levels else "relu", 0.0
-    if levels:
-        layer[4] = torch.cat([problem.b_gate, (torch.arange(n) % 4).to(BF16)])
-    arguments = (*layer, 8, 0, *activation, False)
-    y, l1, nonzeros, saved = ops.hybrid_forward(*arguments)
-    found = on_gpu("hybrid_forward")(*arguments)
-    assert int(hybrid.parts(found[3], m, n).chunks[0, 0]) == 0, "no zero for the gradient of l1"
-    for name, a, b in zip(("y", "l1", "nonzeros"), found, (y, l1, nonzeros)):
-        testing.assert_same(a, b, name)
-    testing.assert_hybrid_same(found[3], saved, m, n, gated)
-    dy = testing.integer_upstream(problem)
-    right = ops.hybrid_backward(dy, None, *layer[:6], saved, True, True, *activation)
-    ours = on_gpu("hybrid_backward")(dy, None, *layer[:6], found[3], True, True, *activation, 0)
-    for name, a, b in zip(("x", "w_gate", "w_up", "w_down", "b_gate", "b_up"), ours, right, strict=True):
-        testing.assert_same(a, b, f"gradient of {name}")
-
-
-# ---- more non-zeros than the hybrid format holds ----
-
-
-class OverFull(NamedTuple):
-    """What a check of these passes varies; ``wanted``: "x" for the gradient of x, "w" for those of the weights.
-
-    levels: whether thresholds lie behind the biases of the gate. given: whether the gate is, before its activation.
-    """
-
-    m: int
-    k: int = 72
-    n: int = 136
-    biases: str = ""
-    gated: bool = True
-    activation: str = "relu"
-    threshold: float = 0.0
-    dl1: float = 0.0
-    wanted: str = "xw"
-    accumulate: bool = False
-    levels: bool = False
-    given: bool = False
-
-    def layer(self) -> Operands:
-        """Small integers, six in each row of a weight."""
-        m, k, n = self.m, self.k, self.n
-        weights = torch.zeros(3, n, k, dtype=BF16)
-        weights.scatter_(2, torch.rand(3, n, k).argsort(2)[..., :6], integers(-1, 1, 3, n, 6))
-        lengths = {"gate": n, "up": n, "down": k}
-        biases = (integers(-2, 2, length) if name in self.biases else None for name, length in lengths.items())
-        layer = Operands(integers(-2, 2, m, k), *weights, *biases)
-        if self.levels and layer.b_gate is not None:
-            layer = layer._replace(b_gate=torch.cat([layer.b_gate, (torch.arange(n) % 3).to(BF16)]))
-        if self.given:
-            layer = layer._replace(w_gate=None, x=layer.x if self.gated else None)
-        return layer if self.gated else layer._replace(w_up=None, b_up=None)
-
-    def gradients(self, layer: Operands) -> Gradients:
-        """What is wanted, filled with NaN, or with numbers to which gradients of weights are added."""
-
-        def filled(name: str, operand: Tensor | None) -> Tensor | None:
-            if operand is None or ("x" if name == "x" else "w") not in self.wanted:
-                return None
-            added = self.accumulate and name.startswith("w")
-            fill, dtype = (3.0, torch.float32) if added else (torch.nan, BF16)
-            new = torch.full(operand.shape, fill, dtype=dtype)
-            return strided(new) if new.dim() > 1 else new
-
-        return Gradients(*(filled(name, operand) for name, operand in list(layer._asdict().items())[:6]))
-
-
-def overfull(case: OverFull, ctas: int, excess: int = 1, seed: int = 0) -> int:
-    """Both passes, 256 tokens at a time, with an ``excess`` of non-zeros over the room for them.
-
-    Nothing may be written unless there is one. Returns how many CTAs computed in backward.
-    """
-    torch.manual_seed(seed)
-    layer, m, k, n = case.layer(), case.m, case.k, case.n
-    dy = torch.zeros(m, k, dtype=BF16).scatter_(1, torch.randint(k, (m, 3)), integers(-2, 2, m, 3))
-    activation = Activation(case.activation, case.threshold)
-    open_layer, with_levels = (layer, activation) if case.given else opened(layer, activation)
-    before = integers(-3, 3, m, n) if case.given else hybrid.project(layer.x, layer.w_gate, open_layer.b_gate).to(BF16)
-    gate = with_levels.after(before, inplace=False)
-    up = None if layer.w_up is None else hybrid.project(layer.x, layer.w_up, layer.b_up)
-    hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
-
-    format_ = torch.empty(hybrid.words(dy, n, case.gated, held=8), dtype=torch.int32)
-    total, sizes = int((gate != 0).sum()), hybrid.sizes(format_, m)
-    assert total > hybrid.capacity_of(dy, n, case.gated, format_)
-    sizes[-1] = total
-    laid = Operands(*(strided(t) if t is not None and t.dim() > 1 else t for t in layer))
-    given = hybrid.Backward(strided(dy), torch.tensor([case.dl1]), laid, format_, activation)
-    d_gate, of_gate = (strided(torch.full((m, n), torch.nan, dtype=BF16)) if case.given else None for _ in range(2))
-    if case.given:
-        given = given._replace(gate=strided(before))
-    room = total - excess
-    y = strided(torch.full((m, k), torch.nan, dtype=BF16))
-    sums = torch.full((geometry.token_tiles(m), geometry.training_sums(n)), torch.nan)
-    out, right = case.gradients(layer), case.gradients(layer)
-    aside = overflow.aside(dy, max(m, 2 * n), ctas)
-    counters = torch.zeros(geometry.OVERFLOW_COUNTERS, dtype=torch.int32)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("OVERFLOW_FORWARD", "OVERFLOW_BACKWARD"):
-            patch.setattr(geometry, name, 256)
-        forward_counters = torch.zeros_like(counters)
-        overflow.forward(laid, sizes, forward_counters, room, activation, y, sums, aside, given.gate)
-        overflow.backward(given, sizes, room, out, case.accumulate, aside, counters, of_gate)
-
-    if excess > 0:
-        hybrid.backward_cpu(given, right, case.accumulate, d_gate)
-        if of_gate is not None:
-            testing.assert_same(of_gate, d_gate, "gradient of the gate")
-        testing.assert_same(y, hybrid.project(hidden.to(BF16), layer.w_down.t(), layer.b_down).to(BF16), "y")
-        by_tile = torch.stack([t.abs().sum() for t in hidden.split(geometry.TOKEN_TILE)])
-        testing.assert_same(sums.sum(1), by_tile, "sums of |h|")
-    else:
-        assert y.isnan().all()
-        assert sums.isnan().all()
-    for name, found, expected in zip(Gradients._fields, out, right):
-        if found is not None and expected is not None:
-            if name == "b_gate":
-                # thresholds have none
-                found, expected = found[:n], expected[:n]
-            testing.assert_same(found, expected, f"gradient of {name}")
-    return int(counters[1])
-
-
 # ---- random checks ----
 
 
@@ -586,7 +418,7 @@ def draw(generator: random.Random) -> partial[None]:
     sizes = [generator.choice((0, 1, 63, 64, 65, 128, 192, 255, 256, 257, 300, 448, 512)) for _ in range(5)]
     sizes = sizes[: generator.randint(1, 5)]
     ctas, biased = generator.randint(1, 5), generator.random() < 0.5
-    kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, screened_layer, window)
+    kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, window)
     kind = generator.choice(kinds)
     if kind is window:
         dtype = generator.choice((BF16, torch.float16))
@@ -607,9 +439,5 @@ def draw(generator: random.Random) -> partial[None]:
         # a token tile has at most 2^23 non-zeros
         most = generator.choice((0, 1, 2048, (1 << 23) // (16 * tiles)))
         return partial(kind, rows, tiles, neurons, most, seed)
-    if kind is rank:
-        most = generator.choice((0, 1, 9, 1000, (1 << 31) - 1))
-        return partial(kind, 8 * generator.randint(1, 200), most, ctas, generator.randint(0, 3000), seed)
-    biases = " ".join(name for name in ("gate", "up", "down") if generator.random() < 0.5)
-    n, density = 8 * generator.randint(2, 70), generator.choice((0.0, 0.01, 0.05, 0.3, 1.0))
-    return partial(kind, generator.randint(1, 300), k, n, density, biases, seed)
+    most = generator.choice((0, 1, 9, 1000, (1 << 31) - 1))
+    return partial(kind, 8 * generator.randint(1, 200), most, ctas, generator.randint(0, 3000), seed)

@@ -7,7 +7,6 @@ import torch
 
 from tests.emulator import checks
 from tests.emulator.launch import Emulator, Schedule
-from twell import tuning
 from twell._runtime import fingerprint
 
 # in order and in two random schedules, one of which is nightly: which of them hangs on the kernels
@@ -128,56 +127,6 @@ def test_neurons_that_are_staged_in_two_parts(emulator: Emulator) -> None:
         checks.rank(16392, 300, 33, 8)
 
 
-@SEEDS
-@pytest.mark.parametrize(
-    ("m", "k", "n", "density", "biases"),
-    [
-        (130, 72, 264, 0.02, ""),
-        (300, 128, 520, 0.05, "gate up down"),
-        (128, 136, 264, 0.3, "gate"),
-        (5, 64, 72, 1.0, ""),
-        (140, 128, 520, 0.0, "down"),
-    ],
-)
-def test_a_screened_layer(emulator: Emulator, m: int, k: int, n: int, density: float, biases: str, seed: int) -> None:
-    with emulator.stands_in(3, Schedule.of(seed)):
-        checks.screened_layer(m, k, n, density, biases)
-
-
-@SEEDS
-@pytest.mark.parametrize(
-    ("m", "k", "n", "every", "gated", "cluster"),
-    [
-        # heavy tokens that many clusters share, beside light ones
-        (43, 136, 520, 8, True, 4),
-        (5, 136, 520, 3, True, 8),
-        (5, 136, 520, 3, True, 1),
-        # none is heavy, and all are
-        (100, 136, 264, 1000, False, 2),
-        (36, 72, 264, 1, True, 1),
-        # threads that count several tokens
-        (530, 64, 64, 300, True, 1),
-    ],
-)
-def test_uneven_tokens_by_row(
-    emulator: Emulator,
-    m: int,
-    k: int,
-    n: int,
-    every: int,
-    gated: bool,
-    cluster: int,
-    seed: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # every token with more than 8 non-zeros is heavy, unless that is less than a helper's share
-    monkeypatch.setattr(tuning, "TOKEN_CLUSTERS", ((1 << 20, cluster, 8),))
-    # without its cache
-    monkeypatch.setattr(tuning, "up_down_token", tuning.up_down_token.__wrapped__)
-    with emulator.stands_in(6, Schedule.of(seed)):
-        checks.by_row(m, k, n, every, gated, seed=seed)
-
-
 @pytest.mark.parametrize(
     ("t", "k", "n", "count", "top", "most", "wide_ids", "seed"),
     [
@@ -194,67 +143,3 @@ def test_experts(
 ) -> None:
     with emulator.stands_in(3, Schedule.of(seed)):
         checks.experts(t, k, n, count, top, most, wide_ids, seed)
-
-
-@SEEDS
-@pytest.mark.parametrize(
-    ("m", "k", "n", "density", "biases", "gated"),
-    [
-        # lists of tokens that weight_grad cuts into three pieces
-        (2300, 72, 264, 0.05, "gate", True),
-        pytest.param(300, 328, 520, 0.05, "", True, marks=pytest.mark.nightly),
-        (128, 136, 264, 0.3, "", False),
-        (5, 64, 72, 1.0, "gate up", True),
-        # a list of more neurons than the threads of `count` load at a time
-        (130, 64, 5632, 0.012, "gate", True),
-    ],
-)
-def test_a_training_step(
-    emulator: Emulator, m: int, k: int, n: int, density: float, biases: str, gated: bool, seed: int
-) -> None:
-    with emulator.stands_in(3, Schedule.of(seed)):
-        checks.training_step(m, k, n, density, biases, gated)
-
-
-@pytest.mark.parametrize(("m", "gated"), [(9, True), (300, True), pytest.param(140, False, marks=pytest.mark.nightly)])
-def test_a_training_step_with_thresholds_of_neurons(emulator: Emulator, m: int, gated: bool) -> None:
-    with emulator.stands_in(3, Schedule.of(1)):
-        checks.training_step(m, 72, 264, 0.2, "gate up down", gated, levels=True)
-
-
-@SEEDS
-@pytest.mark.parametrize(
-    "case",
-    [
-        checks.OverFull(300, biases="gate up down", dl1=1.0),
-        checks.OverFull(600, n=264, biases="gate up", wanted="w"),
-        checks.OverFull(600, wanted="x"),
-        checks.OverFull(300, gated=False, biases="gate", dl1=-1.0),
-        checks.OverFull(520, k=328, accumulate=True, biases="up"),
-        checks.OverFull(5, k=264, activation="relu2", biases="down"),
-        checks.OverFull(257, activation="drelu", biases="gate up"),
-        checks.OverFull(300, activation="fatrelu", threshold=2.0, gated=False, accumulate=True, wanted="w"),
-        checks.OverFull(300, activation="fatrelu", biases="gate up", levels=True),
-        checks.OverFull(300, biases="up", dl1=1.0, given=True),
-        checks.OverFull(129, gated=False, dl1=-1.0, given=True, wanted="w", activation="relu2"),
-    ],
-)
-def test_too_many_non_zeros(emulator: Emulator, case: checks.OverFull, seed: int) -> None:
-    """In one to three slices, by several CTAs."""
-    with emulator.stands_in(6, Schedule.of(seed)):
-        checks.overfull(case, ctas=6, seed=seed)
-
-
-def test_as_many_non_zeros_as_there_is_room_for(emulator: Emulator) -> None:
-    with emulator.stands_in(6, Schedule()):
-        assert checks.overfull(checks.OverFull(300), ctas=6, excess=0) == 0
-
-
-def test_who_begins_late_computes_nothing(emulator: Emulator) -> None:
-    """A schedule says how many CTAs run at a time: the others begin when these have ended."""
-    teams = []
-    for seed in range(8):
-        with emulator.stands_in(8, Schedule.of(seed)):
-            teams.append(checks.overfull(checks.OverFull(300, k=16, n=40), ctas=8, seed=seed))
-    assert min(teams) == 1
-    assert max(teams) == 4

@@ -89,7 +89,7 @@ FAULTS = (
         "cute_kernels/overflow.py",
         "                met = self.meet(o, s, met)\n                index = ",
         "                index = ",
-        'tests/emulator/test_kernels.py -k "too_many and case1-"',
+        'tests/emulator/test_cases.py -k "too_many and 600"',
     ),
     # ---- programs ----
     Fault(

@@ -1,0 +1,62 @@
+"""A case of ``twell.testing`` on the emulator: public functions launch compiled kernels with CPU tensors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases.judged import Result
+from tests.cases.verdicts import judge
+from tests.cpu import fake_gpu
+from tests.emulator.launch import Emulator
+from twell._runtime import device, geometry, resolve, specs
+from twell.testing.calls import caller, surroundings
+from twell.testing.case import Case
+from twell.testing.operands import build, laid_out
+
+CPU = torch.device("cpu")
+
+
+def draw(generator: random.Random) -> str:
+    """A layer of random size, with gradients or without."""
+    m, k, n = generator.randint(1, 300), 8 * generator.randint(2, 20), 8 * generator.randint(2, 70)
+    density, biases = generator.choice((0.01, 0.05, 0.3, 1.0)), generator.choice(("up", "down", "gate+up+down"))
+    how = generator.choice(("row", "union", "union+screen", "union wants=all"))
+    return (
+        f"layer m={m} k={k} n={n} biases={biases} density={density} strategy={how} seed={generator.randrange(1 << 30)}"
+    )
+
+
+def run(emulator: Emulator, line: str) -> list[int]:
+    """Check a case inside ``emulator.stands_in``; raises AssertionError or ``EmulatorError``.
+
+    Over-full passes take 256 tokens at a time. Returns how many clusters computed in each of their launches.
+    """
+    case, teams, multiprocessors = Case.of(line), [], device.sm_count
+    operands = build(case, CPU)
+    laid = laid_out(case, operands)
+    call = caller(case, laid)
+
+    def kernel(spec: specs.Spec, arch: str) -> Callable[..., None]:
+        def launch(*arguments: Any) -> None:
+            emulator.kernel(spec)(*arguments)
+            if isinstance(spec, specs.OverflowSpec):
+                # of its counters
+                teams.append(int(arguments[-4][1]))
+
+        return launch
+
+    with pytest.MonkeyPatch.context() as patch, fake_gpu.dispatched():
+        fake_gpu.install(patch)
+        patch.setattr(device, "sm_count", multiprocessors)
+        patch.setattr(resolve, "resolve", kernel)
+        for name in ("OVERFLOW_FORWARD", "OVERFLOW_BACKWARD"):
+            patch.setattr(geometry, name, 256)
+        with surroundings(case, CPU):
+            found = call()
+    judge(case, operands, laid, found, Result())
+    return teams
