@@ -22,8 +22,8 @@ from twell import _choice, _projections, float8, testing
 from twell._activation import Activation
 from twell._runtime import geometry
 from twell.ops import hybrid
+from twell.testing import calls, comparison, formula, operands
 from twell.testing import case as cases
-from twell.testing import comparison, formula, operands
 from twell.testing.bounds import solve
 from twell.testing.case import KINDS, Case
 
@@ -446,7 +446,7 @@ def test_a_threshold_on_a_window_is_outside(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_shapes_and_missing_results_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = verdicts.caller
+    plain = calls.caller
     for change, says in (
         (lambda out: {name: t for name, t in out.items() if name != "w_up"}, "no w_up"),
         (lambda out: out | {"y": out["y"].float()}, "y must be [64, 48], got torch.float32 [64, 48]"),

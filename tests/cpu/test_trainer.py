@@ -27,7 +27,6 @@ from twell.integrations._trainer import SparsityCallback
 from twell.integrations.transformers import load
 from twell.nn import SparseGatedMLP
 
-ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY, LENGTH = 32, 12
 
 pytestmark = pytest.mark.usefixtures("seeded")

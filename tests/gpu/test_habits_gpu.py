@@ -23,9 +23,8 @@ COLUMNS = ("compiled", "repeats", "owned", "strides", "memory", "opcheck", "empt
 HERE = ON_GPU | {name: HABITS[name] for name in COLUMNS}
 
 
-# PyTorch neither compares e4m3 values of a GPU nor derives its grouped products forward
-ABSENT = {(name, "opcheck") for name in ENTRIES if "e4m3" in name or name == "Float8MLP"}
-ABSENT |= {("sparse_experts", "transforms")}
+# PyTorch does not derive its grouped products forward
+ABSENT = {("sparse_experts", "transforms")}
 
 
 @pytest.mark.parametrize(
@@ -38,5 +37,8 @@ def test_habit(entry: str, habit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.library.opcheck
     # other checks compare all bytes of two runs, some of which mean nothing
     tests = {"test_utils": ("test_schema", "test_faketensor")}
+    if "e4m3" in entry or entry == "Float8MLP":
+        # PyTorch does not compare e4m3 values of a GPU
+        tests = {"test_utils": ("test_faketensor",)}
     monkeypatch.setattr(torch.library, "opcheck", lambda op, args, kwargs, **how: plain(op, args, kwargs, **tests))
     HERE[habit](OnGpu(**vars(ENTRIES[entry])))

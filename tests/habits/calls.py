@@ -28,7 +28,7 @@ def same(found: Any, expected: Any, what: str = "values") -> None:
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    """Equal but for the roundings of sums in another order."""
+    """Equal, except for how sums in another order round."""
     torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7 * max(1.0, float(theirs.abs().max())))
 
 

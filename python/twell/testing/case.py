@@ -190,7 +190,7 @@ class Case:
             (self.tokens and not self.scales, "tokens are of e4m3 weights"),
             (self.rank and (self.scales or self.mains or self.aux), "an adapted layer has no e4m3, mains or aux"),
             (self.mains and not self.wants, "mains are of gradients"),
-            (self.l1 and not self.wants, "l1 is of gradients"),
+            (self.l1 and not (self.wants and self.aux), "l1 is of gradients and aux"),
             (self.checkpointed and not self.wants, "checkpoints are of gradients"),
             (self.coherent and self.exact, "coherent is of real numbers"),
             (self.x_layout == "expanded" and self.call != "eager", "an expanded x cannot be written"),
