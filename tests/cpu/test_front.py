@@ -75,6 +75,9 @@ def test_the_second_call_of_a_shape_goes_to_its_launches(
         first = mlp(x)
         launched = list(gpu.launches)
         gpu.clear()
+        # as an optimizer of flat parameters moves them
+        for p in mlp.parameters():
+            p.data = p.data.clone(memory_format=torch.preserve_format)
         again = mlp(x)
         assert len(long) == 1
         assert again.shape == first.shape == x.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -51,12 +52,15 @@ def test_thresholds_of_special_gates(dtype: torch.dtype, m: int) -> None:
     info = torch.finfo(dtype)
     tiny = float(info.tiny)
     gates = [math.nan, math.inf, -math.inf, -math.nan, 1.3, 1.296875, 1.3046875, 0.0, -0.0, tiny, tiny / 2, tiny / 4]
-    problem = layer_of(torch.tensor([*gates, *[-1.0] * 4], dtype=dtype), torch.ones(16, dtype=dtype), m)
-    for threshold in (0.0, 1.3, tiny / 2, tiny / 4, float(info.max)):
-        arguments = (problem.x, problem.w_gate, problem.b_gate, 8, threshold)
+    # more tiles than one, of which the smaller words spill
+    some = torch.tensor([*gates, *[-1.0] * 4], dtype=dtype).repeat(17)
+    problem = layer_of(some, torch.ones(len(some), dtype=dtype), m)
+    thresholds = (0.0, 1.3, tiny / 2, tiny / 4, float(info.max))
+    for threshold, compression in itertools.product(thresholds, (2, 4, 8)):
+        arguments = (problem.x, problem.w_gate, problem.b_gate, compression, threshold)
         found = testing.poisoned(lambda a=arguments: ops.gate_pack(*a))
         expected = ops.gate_pack(*(a.cpu() if isinstance(a, Tensor) else a for a in arguments))
-        testing.assert_packed_same(found, expected, 16, 8)
+        testing.assert_packed_same(found, expected, len(some), compression)
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -125,30 +125,6 @@ def test_chooses_by_what_it_measures(gated: bool, training: bool, layer: tuple[s
         assert row.strategy == "union" if training else row.strategy in ("row", "union")
 
 
-@BOTH
-def test_training_passes_gradients_through_every_change(gated: bool, topic: FFN, dense: FFN) -> None:
-    mlp, dy, seen = module(topic, gated), testing.real_upstream(topic), []
-    mlp.strategy = twell.AutoStrategy(period=1)
-    reference = copy.deepcopy(mlp)
-    reference.strategy = "dense"
-    for problem in (topic, dense):
-        set_weights(mlp, problem)
-        set_weights(reference, problem)
-        for _ in range(4):
-            gradients = []
-            for each in (mlp, reference):
-                x = problem.x.clone().requires_grad_()
-                each(x).backward(dy)
-                gradients.append([x.grad, *(p.grad.clone() for p in each.parameters())])
-                each.zero_grad()
-            for ours, theirs in zip(*gradients, strict=True):
-                assert (ours.double() - theirs.double()).norm() < 0.05 * theirs.double().norm()
-            torch.cuda.synchronize()
-            seen.append(twell.explain(mlp).rows[0].strategy)
-    # fresh, sparse, one sparse call on dense data, then dense
-    assert seen == ["dense", *["union"] * 4, *["dense"] * 3]
-
-
 def test_more_than_the_hybrid_format_holds(dense: FFN) -> None:
     mlp = module(dense)
     mlp._auto.observe(costs.Problem(M, 2048, 5632, True, True), costs.Figures(10, 0.05))
@@ -172,21 +148,6 @@ def test_few_tokens(m: int, topic: FFN) -> None:
     assert row.figures.heaviest is not None
     groups = max(float(group.sum()) for group in active.split(8))
     assert row.figures.heaviest * min(m, 8) == pytest.approx(groups, abs=2 + 0.002 * groups)
-
-
-def test_the_same_history_gives_the_same_choices_and_bits(topic: FFN) -> None:
-    def history() -> tuple[list[str], list[Tensor]]:
-        mlp, choices, results = module(topic).requires_grad_(False), [], []
-        for _ in range(12):
-            results.append(mlp(topic.x))
-            torch.cuda.synchronize()
-            choices.append(twell.explain(mlp).rows[0].strategy)
-        return choices, results
-
-    (choices, results), (again, same) = history(), history()
-    assert choices == again
-    for y, other in zip(results, same, strict=True):
-        testing.assert_same(y, other)
 
 
 def test_figures_come_when_the_gpu_is_done(topic: FFN, dense: FFN) -> None:
@@ -231,20 +192,6 @@ def test_a_captured_graph_keeps_its_choice(gated: bool, topic: FFN, dense: FFN) 
         settle(mlp, problem.x, 2)
         testing.assert_same(y, named(problem.x))
     assert twell.explain(mlp).rows[1].strategy == chosen
-
-
-def test_a_training_step_is_captured(topic: FFN) -> None:
-    mlp, dy = module(topic), testing.real_upstream(topic)
-    settle(mlp, topic.x, step=backward)
-    mlp.zero_grad(set_to_none=True)
-    x = topic.x.clone().requires_grad_()
-    graph, gradients = testing.captured(lambda: torch.autograd.grad(mlp(x), [x, *mlp.parameters()], dy))
-    graph.replay()
-    assert [row.strategy for row in twell.explain(mlp)] == ["union", "union"]
-    named = copy.deepcopy(mlp)
-    named.strategy = "union"
-    for ours, expected in zip(gradients, torch.autograd.grad(named(x), [x, *named.parameters()], dy), strict=True):
-        testing.assert_same(ours, expected)
 
 
 @pytest.mark.parametrize(

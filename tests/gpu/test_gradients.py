@@ -1,21 +1,18 @@
-"""Training on the GPU beside its Cases: the last pattern that fits, graphs of steps, main gradients, memory."""
+"""Training on the GPU beside its Cases: the last pattern that fits, main gradients, memory."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.gpu.strategies import BF16, BIASES, BOTH, CUDA
 from twell import ops, testing
 from twell._runtime import geometry
-from twell.nn import SparseGatedMLP
 from twell.ops import hybrid
 from twell.testing import FFN
 
@@ -84,43 +81,6 @@ def test_error_budget(workload: str, gated: bool, real_layers: Path | None) -> N
         compared = testing.compare_gradients(problem, dy, gradients, dl1, gated=gated)
         wrong = [f"{name}: {comparison}" for name, comparison in compared.items() if not comparison.ok]
         assert not wrong, f"dl1 {dl1}: {'; '.join(wrong)}"
-
-
-def test_cuda_graph_of_whole_training_steps() -> None:
-    """Forward, loss, backward and optimizer in one graph: five replays are five eager steps, bit by bit."""
-    torch.manual_seed(0)
-    mlp = SparseGatedMLP(264, 776, bias=True, device=CUDA, dtype=BF16)
-    eager = copy.deepcopy(mlp)
-    start = [p.detach().clone() for p in mlp.parameters()]
-    x, target = (torch.randn(130, 264, device=CUDA).to(BF16) for _ in range(2))
-    static = torch.empty_like(x)
-
-    def stepper(module: nn.Module) -> Callable[[Tensor], Tensor]:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-
-        def step(batch: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            y, aux = module(batch, return_aux=True)
-            loss = (y - target).float().square().mean() + 1e-3 * aux.l1
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        return step
-
-    step = stepper(mlp)
-    graph, loss = testing.captured(lambda: step(static.copy_(x)))
-    with torch.no_grad():
-        for parameter, value in zip(mlp.parameters(), start, strict=True):
-            parameter.copy_(value)
-    eager_step = stepper(eager)
-    for _ in range(5):
-        x.copy_(x.roll(1, 0))
-        graph.replay()
-        expected = eager_step(x)
-        assert torch.equal(loss, expected)
-    for ours, right in zip(mlp.parameters(), eager.parameters(), strict=True):
-        testing.assert_same(ours, right)
 
 
 @BOTH

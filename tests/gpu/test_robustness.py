@@ -29,14 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import twell
 from tests.gpu import strategies
 from tests.gpu.strategies import BF16, BIASES, BOTH, BUSY, CUDA, FP16
-from twell import ops, testing
+from twell import testing
 from twell.testing import FFN
 
 T = TypeVar("T")
-GIVEN = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 Outputs = dict[str, Tensor]
 
 
@@ -284,31 +282,6 @@ def test_out_of_memory_in_capture(training: bool, large: FFN) -> None:
     assert_same(outputs, expected, "a later graph:")
 
 
-# Invalid operands
-
-
-@pytest.mark.parametrize("strategy", ["row", "union"])
-def test_bad_operands_are_refused(strategy: Any) -> None:
-    """The error is one sentence, before any launch; the next call is right."""
-    problem = testing.integer_problem(9, 72, 264, biases=BIASES, device=CUDA)
-    t: dict[str, Any] = dict(zip(GIVEN, (*problem[:3], problem.w_down.t(), *problem[4:]), strict=True))
-    wrong: list[tuple[str, Callable[[Tensor], Tensor], type[Exception], str]] = [
-        *((place, Tensor.cpu, ValueError, f"{place} must be on cuda:0 as x is, got cpu") for place in GIVEN[1:]),
-        ("x", Tensor.cpu, ValueError, "x must be on cuda:0 as the others are, got cpu"),
-        *((place, Tensor.half, TypeError, f"{place} must be torch.bfloat16 as x is") for place in GIVEN[1:]),
-        ("x", Tensor.float, TypeError, "x must be torch.bfloat16 as the others are, got torch.float32"),
-        ("every", Tensor.float, TypeError, "dtype must be .*got torch.float32 on cuda"),
-        ("every", Tensor.double, TypeError, "dtype must be .*float64 on the CPU.*got torch.float64 on cuda"),
-        ("x", Tensor.to_sparse, TypeError, "x must be a strided tensor, got torch.sparse_coo"),
-    ]
-    for place, change, error, text in wrong:
-        changed = {name: change(value) if place in (name, "every") else value for name, value in t.items()}
-        with pytest.raises(error, match=text):
-            twell.sparse_gated_ffn(**changed, strategy=strategy)
-        y = twell.sparse_gated_ffn(**t, strategy=strategy)
-        testing.assert_same(y, testing.exact_output(problem))
-
-
 # Non-finite values
 
 NEURON = 300
@@ -437,20 +410,3 @@ def test_everything_is_nan(dtype: torch.dtype, strategy: str) -> None:
             step(spoilt, torch.full_like(spoilt.x, value))
     torch.cuda.synchronize()
     assert_same(forward(problem, strategy), expected)
-
-
-@pytest.mark.parametrize("compression", [2, 4, 8])
-@pytest.mark.parametrize("m", [7, 300])
-def test_packing_keeps_every_value_that_is_none(m: int, compression: int) -> None:
-    """NaN and infinity in a packed gate are counted and in their place, in words and in the spill."""
-    x, w_gate = torch.eye(m, 304, device=CUDA).to(BF16), torch.ones(264, 304, device=CUDA, dtype=BF16)
-    # a product with 0 would spread them
-    bias = torch.full((264,), -2.0, device=CUDA, dtype=BF16)
-    bias[::7], bias[1:200:50], bias[3::90] = math.nan, math.inf, -math.inf
-    bias[256:] = math.inf
-    packed = twell.pack(x, w_gate, bias, compression=compression)
-    expected = F.relu(1 + bias).expand(m, 264)
-    testing.assert_same(packed.unpack(), expected)
-    assert int(packed.nnz()) == int((expected != 0).sum())
-    on_cpu = ops.gate_pack(x.cpu(), w_gate.cpu(), bias.cpu(), compression)
-    testing.assert_packed_same((packed.words, packed.spill, packed.stats), on_cpu, 264, compression)

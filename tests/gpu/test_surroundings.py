@@ -1,4 +1,4 @@
-"""Surroundings of a call: other streams, threads and devices, captures, default devices, thousands of steps."""
+"""Surroundings of a call: captures that fork, captures of other threads, devices."""
 
 from __future__ import annotations
 
@@ -37,41 +37,6 @@ def module(problem: FFN, **options: Any) -> SparseGatedMLP:
 
 
 # Streams
-
-
-def chain(call: Callable[[Tensor], Tensor], x: Tensor, streams: tuple[Any, Any]) -> Tensor:
-    """x, called on one stream, scaled on the other and written back, with events alone between them."""
-    one, two = streams
-    x = x.clone()
-    torch.cuda.synchronize()
-    for _ in range(20):
-        with torch.cuda.stream(one):
-            y = call(x)
-            called = one.record_event()
-        with torch.cuda.stream(two):
-            two.wait_event(called)
-            z = (y / y.float().abs().amax(1, keepdim=True).clamp_min(1e-3)).to(x.dtype)
-            z[:, :2] = x[:, :2]
-            y.record_stream(two)
-            scaled = two.record_event()
-        with torch.cuda.stream(one):
-            one.wait_event(scaled)
-            x.copy_(z)
-            z.record_stream(one)
-            # a late reader of y would show it
-            y.fill_(torch.nan)
-    torch.cuda.synchronize()
-    return x
-
-
-@pytest.mark.parametrize("strategy", ["row", "union", "training"])
-@pytest.mark.parametrize("m", [1, 64, 300, 2048])
-def test_events_between_streams_order_calls(m: int, strategy: str) -> None:
-    problem = testing.make("topic29", m)
-    call, current = call_of(problem, strategy), torch.cuda.current_stream()
-    expected = chain(call, problem.x, (current, current))
-    for _ in range(3):
-        testing.assert_same(chain(call, problem.x, (torch.cuda.Stream(), torch.cuda.Stream())), expected)
 
 
 @pytest.mark.parametrize("m", [8, 300, 2048])
