@@ -1,8 +1,8 @@
 """The results of profiling/results/: what is in each, where it is shown, the commands that make it, and their seconds.
 
 ``profiling.everything`` runs them; ``profiling.readme`` fills profiling/results/README.md from them. In a command $OUT
-is the file, $FOLDER its folder, $BUDGET the seconds that are left, and the others are inputs: $REAL recorded layers
-(``profiling.record``), $PACKAGE the paper's code. ``FROZEN`` are results whose scripts are gone.
+is the file, $FOLDER its folder, $BUDGET the seconds that are left, and $REAL an input: recorded layers
+(``profiling.record``). ``FROZEN`` are results whose scripts are gone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 INPUTS = {
     "REAL": "recorded layers 3 and 6 of a model",
-    "PACKAGE": "checkout of github.com/SakanaAI/sparser-faster-llms",
 }
 
 
@@ -247,25 +246,11 @@ ALL = (
         (60,),
     ),
     Measurement(
-        "float8_loss",
-        "the loss of a small model in bfloat16 and in e4m3",
-        "float8",
-        (f"{BENCH} float8 --loss 60 --json $OUT",),
-        (85,),
-    ),
-    Measurement(
         "sae",
         "sparse autoencoders beside dense",
         "autoencoders",
         (f"{BENCH} sae --json $OUT",),
         (300,),
-    ),
-    Measurement(
-        "paper_code",
-        "the paper's published code beside twell and dense",
-        "paper's code; chart speedup",
-        ("python -m profiling.paper_code --package $PACKAGE --real $REAL --json $OUT",),
-        (170,),
     ),
     *(
         Measurement(
@@ -317,18 +302,6 @@ ALL = (
         dated=True,
     ),
     Measurement(
-        "ncu",
-        "counters of each kernel on `topic29`",
-        "ncu",
-        (
-            "profiling/nsight/ncu.sh gate_pack,up_down,union,train_backward --workload topic29 --calls 1 "
-            "--out $FOLDER/ncu",
-            "python -m profiling.nsight.summarize $FOLDER/ncu.csv --floor $FOLDER/ncu.json --json $OUT",
-        ),
-        (180, 5),
-        dated=True,
-    ),
-    Measurement(
         "portable",
         "the portable family beside Hopper's",
         "portable calls",
@@ -344,9 +317,12 @@ ALL = (
     ),
 )
 
-# Results of studies that ended on 2026-11-26, by what is in them. Their tables and charts stay as they are; the scripts
-# are in commit 5631cbb.
+# Results of studies that ended, by what is in them. Their tables and charts stay as they are; the scripts are in commit
+# 5631cbb, those of the first three in edd511e.
 FROZEN = {
+    "ncu": "counters of each kernel on `topic29`",
+    "paper_code": "the paper's published code beside twell and dense; in chart speedup",
+    "float8_loss": "the loss of a small model in bfloat16 and in e4m3",
     "row": '"row" by an old kernel and by `up_down_token`',
     "activations": "layers of each activation beside dense",
     "quality": "cross-entropy and sparsity by L1",

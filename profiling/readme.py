@@ -16,7 +16,6 @@ from typing import Any
 from profiling import everything, figures, float8, host, measurements, reference
 from profiling.draw.common import ResultError, Results, machine, markdown
 from profiling.figures import result
-from profiling.nsight import summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = figures.RESULTS
@@ -169,17 +168,6 @@ def e4m3() -> str:
     return "\n\n".join(float8.section({end: Results(RESULTS).get(f"float8{end}") for end in ends}))
 
 
-def ncu() -> str:
-    """Measurements of each kernel by Nsight Compute."""
-    found = result("ncu")
-    rows = [summarize.Row(**row) for row in found["rows"] if row["ms"] > 0.02]
-    kept = ("kernel", "us", "share", "tensor", "L2", "DRAM", "issue")
-    columns = [column for column in summarize.COLUMNS if column.name in kept]
-    align = "".join("l" if column.left else "r" for column in columns)
-    cells = [[column.cell(row) for column in columns] for row in rows]
-    return f"{markdown([c.name for c in columns], align, cells)}\n\n{machine(found)}"
-
-
 def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
     from twell.commands import prediction
@@ -264,8 +252,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "models": figures.models,
     "some models": figures.some_models,
     "beside the paper": figures.beside_paper,
-    "trained model": figures.trained_model,
-    "trained speed-ups": figures.trained_speedups,
     "portable calls": portable_calls,
     "adapters": adapted,
     "engine large": lambda: engine("engine_large"),
@@ -273,11 +259,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine experts": lambda: engine("engine_experts"),
     "generate": generate,
     "autoencoders": autoencoders,
-    "paper's code": figures.papers_code,
     "experts": experts,
     "experts elsewhere": experts_elsewhere,
     "float8": e4m3,
-    "ncu": ncu,
     "fuzz": lambda: fuzz("fuzz"),
     "fuzz portable": lambda: fuzz("fuzz_portable"),
     "soak": soak,

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 import twell
-from profiling.bench import float8_loss, report
+from profiling.bench import report
 from profiling.bench.layers import SETTLING
 from profiling.bench.protocol import Cpu, Gpu
 from profiling.bench.report import Column, Progress
 from twell import float8, testing
 from twell.commands import timing, tune
-from twell.commands.demo.demo import DemoRequest
 from twell.commands.request import at_least, number_above, pick_device
 from twell.float8 import Float8
 from twell.ops.ffn_float8 import hidden_in_float8, product, tokens_in_float8
@@ -92,8 +91,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--k", type=at_least(16), default=2048, help="hidden size of drawn layers (2048)")
     add("--n", type=at_least(16), default=5632, help="neurons of drawn layers (5632)")
     add("--seconds", type=number_above(0), default=1.0, metavar="S", help="of timing for each layer (1)")
-    add("--loss", type=number_above(0), metavar="S", help="instead: train the model of twell demo for S seconds, and "
-        "compare its loss on held-back text in bfloat16 and in e4m3")  # fmt: skip
     add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
     add("--json", type=Path, metavar="FILE", help="write the rows to a file")
 
@@ -150,8 +147,6 @@ def copies(first: Weights) -> list[Weights]:
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
     on = pick_device(arguments.device)
-    if arguments.loss:
-        return float8_loss.run(DemoRequest(device=str(on), seconds=arguments.loss), arguments.json)
     device = Gpu(on) if on.type == "cuda" else Cpu()
     with torch.inference_mode():
         ceilings, machine = device.ceilings(torch.bfloat16, 0.0)

@@ -2,7 +2,7 @@
 # usage: profiling/nsight/ncu.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of ncu...]
 #
 # Measures the kernels of operators on a named workload with Nsight Compute (speed of light, memory, scheduler, warp
-# states, launch, occupancy) and prints a table with the least time that their work needs.
+# states, launch, occupancy) and prints the mean of each figure by kernel.
 #
 #   profiling/nsight/ncu.sh gate_pack,up_down --workload topic29
 #   profiling/nsight/ncu.sh weight_grad --workload topic29 -o build/ncu/weight_grad
@@ -14,9 +14,7 @@
 #   --launch-skip N    leave out the first N matching launches (default: 0)
 #   --launch-count N   measure at most N launches (default: all)
 #   --cache-control C  all: empty the caches before each measurement; none: leave them (default: all)
-#   --floor FILE       file of profile_target.py --figures for this workload (default: measure it first, without ncu)
-#   --no-floor         no floors
-#   -o, --out PREFIX   PREFIX.ncu-rep, PREFIX.csv, PREFIX.json (default: build/profiles/ncu-OP)
+#   -o, --out PREFIX   PREFIX.ncu-rep (default: build/profiles/ncu-OP)
 #   --dry-run          print the commands, run nothing
 #
 # Clocks stay as they are (--clock-control none). Kernels compiled with CUTE_DSL_LINEINFO=1 in the environment show
@@ -36,7 +34,7 @@ pattern() {
 }
 
 [ $# -gt 0 ] || { usage >&2; exit 2; }
-op='' kernel='' skip='' count='' cache=all floor='' floors=yes out='' dry='' target=() more=()
+op='' kernel='' skip='' count='' cache=all out='' dry='' target=() more=()
 while [ $# -gt 0 ]; do
   case $1 in
     -h | --help) usage; exit ;;
@@ -44,8 +42,6 @@ while [ $# -gt 0 ]; do
     --launch-skip) skip=$(value "$@"); shift ;;
     --launch-count) count=$(value "$@"); shift ;;
     --cache-control) cache=$(value "$@"); shift ;;
-    --floor) floor=$(value "$@"); shift ;;
-    --no-floor) floors='' ;;
     -o | --out) out=$(value "$@"); shift ;;
     --dry-run) dry=yes ;;
     --) shift; more=("$@"); break ;;
@@ -71,19 +67,10 @@ for section in SpeedOfLight ComputeWorkloadAnalysis MemoryWorkloadAnalysis Sched
 done
 
 [ -n "$dry" ] || mkdir -p "$(dirname "$out")"
-if [ -n "$floors" ] && [ -z "$floor" ]; then
-  floor=$out.json
-  run "${program[@]}" --figures "$floor"
-fi
 [ -n "$dry" ] || rm -f "$out.ncu-rep"
 run "$ncu" --profile-from-start off --clock-control none --cache-control "$cache" --nvtx --import-source yes \
   "${sections[@]}" --metrics sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active \
   --kernel-name "$name" ${skip:+--launch-skip "$skip"} ${count:+--launch-count "$count"} \
   --force-overwrite --export "$out" ${more[@]+"${more[@]}"} "${program[@]}"
-if [ -z "$dry" ]; then
-  [ -s "$out.ncu-rep" ] || fail "nothing was measured: no kernel matched $name, or ncu gave the reason above"
-  "$ncu" --import "$out.ncu-rep" --csv --page raw >"$out.csv"
-else
-  echo "$(run "$ncu" --import "$out.ncu-rep" --csv --page raw)>$(printf %q "$out.csv")"
-fi
-run "$python" "$here/summarize.py" "$out.csv" ${floor:+--floor "$floor"}
+[ -n "$dry" ] || [ -s "$out.ncu-rep" ] || fail "nothing was measured: no kernel matched $name, or ncu gave the reason above"
+run "$ncu" --import "$out.ncu-rep" --page details --print-summary per-kernel

@@ -2,20 +2,16 @@
 
     python -m profiling.nsight.profile_target up_down --workload topic29
     python -m profiling.nsight.profile_target gate_pack,up_down,train_backward --m 4096 --trace trace.json
-    python -m profiling.nsight.profile_target weight_grad --workload topic29 --figures figures.json
 
 Profilers record between cudaProfilerStart and cudaProfilerStop: --calls calls of each operator, in a range "profile OP"
 of domain "twell". The name of a kernel stands for the operator that launches it. "auto" has settled by then.
 
---figures writes the basis of the floors of summarize.py (sizes, non-zeros, unions, rates of the machine) and records
-nothing: rates must not be measured under a profiler. --trace makes torch.profiler record the calls: operators with
-their shapes, kernels with their names.
+--trace makes torch.profiler record the calls: operators with their shapes, kernels with their names.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from profiling.bench import protocol, workloads
-from profiling.bench.cli import L2_TBS
+from profiling.bench import workloads
 from profiling.bench.layers import SETTLING
-from twell import _files, ops, testing
+from twell import ops, testing
 from twell._runtime import geometry, nvtx
 from twell.commands.request import RequestError, at_least
 from twell.testing import FFN
@@ -118,33 +113,6 @@ OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
 }
 
 
-@torch.no_grad()
-def figures(p: FFN, compression: int) -> dict[str, int]:
-    """The figures that determine the work of the kernels: sizes, and counts of the gate's non-zeros.
-
-    ``union_rows``: neurons that any token of a tile of 128 fires, summed over tiles. ``token_rows``: tokens that fire
-    any neuron of a tile of 64 neurons by popularity, summed over tiles. ``fired``: neurons that any token fires.
-    """
-    (m, k), n = p.x.shape, p.w_gate.shape[0]
-    active = F.linear(p.x, p.w_gate, p.b_gate) > 0
-    tiles = F.pad(active, (0, -n % geometry.TILE)).view(m, geometry.tiles(n), geometry.TILE).sum(2)
-    by_token = F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, n)
-    popularity = active.sum(0)
-    order = popularity.sort(descending=True, stable=True).indices
-    by_neuron = F.pad(active[:, order], (0, -n % geometry.NEURON_TILE)).view(m, -1, geometry.NEURON_TILE)
-    return {
-        "m": m,
-        "k": k,
-        "n": n,
-        "compression": compression,
-        "nonzeros": int(popularity.sum()),
-        "fired": int((popularity > 0).sum()),
-        "spilled_tiles": int((tiles > geometry.capacity(compression)).sum()),
-        "union_rows": int(by_token.any(1).sum()),
-        "token_rows": int(by_neuron.any(2).sum()),
-    }
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -174,16 +142,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--calls", type=at_least(1), default=3, help="recorded calls of each operator (default: %(default)s)")
     add("--warm-up", type=at_least(1), default=3, help="calls before them (default: %(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the program out")
-    add("--figures", type=Path, metavar="FILE", help="write the basis of the floors, record nothing")
-    add("--l2-tbs", type=float, default=L2_TBS, help="rate of gathered rows in figures, TB/s (default: an H200's)")
     add("--trace", type=Path, metavar="FILE", help="record the calls with torch.profiler, as a Chrome trace")
     arguments = parser.parse_args(argv)
     arguments.op = list(dict.fromkeys(arguments.op.split(",")))
     unknown = [op for op in arguments.op if op not in OPS and op not in KERNELS]
     if unknown:
         parser.error(f"unknown operator {', '.join(unknown)}; expected some of {', '.join((*OPS, *KERNELS))}")
-    if arguments.figures and arguments.trace:
-        parser.error("--figures records nothing: leave --trace out")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --device cpu tries it out")
     return arguments
@@ -196,16 +160,6 @@ def load(arguments: argparse.Namespace) -> FFN:
         raise RequestError(f"expected one workload, got {', '.join(source.text for source in sources)}")
     sizes = arguments.m, arguments.k, arguments.n
     return sources[0].load(*sizes, device=arguments.device, dtype=DTYPES[arguments.dtype])
-
-
-def write_figures(problem: FFN, arguments: argparse.Namespace) -> None:
-    device = protocol.Gpu(torch.device("cuda")) if arguments.device == "cuda" else protocol.Cpu()
-    ceilings, machine = device.ceilings(DTYPES[arguments.dtype], arguments.l2_tbs)
-    found: dict[str, Any] = {"workload": arguments.workload, "dtype": arguments.dtype, "machine": machine}
-    found |= {"ceilings": vars(ceilings)} | figures(problem, arguments.compression)
-    arguments.figures.parent.mkdir(parents=True, exist_ok=True)
-    _files.write_text(arguments.figures, json.dumps(found, indent=1) + "\n")
-    print(f"profile_target: wrote {arguments.figures}")
 
 
 def record(calls: dict[str, Call], times: int, on_gpu: bool) -> None:
@@ -233,13 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> int:
-    """Record the calls or write the figures; return 0. Operators raise the same errors as for users."""
+    """Record the calls; return 0. Operators raise the same errors as for users."""
     on_gpu, auto = arguments.device == "cuda", arguments.strategy == "auto"
     problem = load(arguments)
-    if arguments.figures:
-        write_figures(problem, arguments)
-        return 0
-
     calls = {}
     for name in arguments.op:
         strategy = twell.AutoStrategy() if auto else arguments.strategy

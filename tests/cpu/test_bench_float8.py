@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from profiling import bench, figures, float8
-from profiling.bench import float8_loss
-from twell.commands.demo.demo import DemoRequest
 from twell.strategy import costs, table_float8, tables
 from twell.testing import workloads
 
@@ -68,26 +66,6 @@ def test_a_wrong_result_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rows['"row"']["red"].startswith("error 2")
     assert rows['bfloat16 "row"']["red"].startswith("ZeroDivisionError")
     assert rows["bfloat16 dense"]["us"] > 0
-
-
-def test_loss_of_a_trained_model(tmp_path: Path) -> None:
-    for i in range(12):
-        (tmp_path / f"{i}.txt").write_text(f"file {i}: the quick brown fox, {i * i}\n" * 60)
-    request = DemoRequest(tmp_path, "cpu", steps=12, layers=2, hidden=32, intermediate=264, context=32)
-    out = tmp_path / "out" / "a.json"
-    assert float8_loss.run(request, out, windows=6) == 0
-    found = json.loads(out.read_text())
-    rows = {(row["layers"], row["strategy"]): row for row in found["rows"]}
-    assert list(rows) == [(layers, by) for layers in ("bfloat16", "e4m3") for by in ("dense", "row", "union")]
-    first = rows["bfloat16", "dense"]
-    assert 0 < first["loss"] < 5.6
-    assert first["change"] == first["deviation"] == 0
-    # quantised layers did run, and to little harm
-    assert 0 < abs(rows["e4m3", "row"]["change"]) < 0.01
-    assert rows["e4m3", "row"]["deviation"] > 0
-    assert found["held_bytes"] == 6 * 32
-    assert found["trained"]["steps"] == 12
-    assert len(found["non_zeros"]) == 2
 
 
 # What results say
