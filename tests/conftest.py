@@ -21,6 +21,7 @@ from filelock import FileLock
 from twell._runtime import device, host, packaged
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
 
 # Imports and graphs make millions of objects that stay: at the usual thresholds, collections take a sixth of the time.
 gc.set_threshold(20_000, 20, 20)

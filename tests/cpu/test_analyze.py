@@ -27,7 +27,7 @@ from saved_models import run
 
 import twell
 from twell import _sparsify
-from twell.commands import analyze, analyze_plots, cli, prediction, saved_model, sparsity
+from twell.commands import analyze, analyze_plots, prediction, saved_model, sparsity
 from twell.commands.analyze import COLUMNS
 from twell.commands.prediction import Call, forecast
 from twell.commands.request import RequestError
@@ -571,43 +571,6 @@ def test_long_files_are_read_a_piece_at_a_time(llama: Path, tmp_path: Path, monk
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["MODEL", "--text", "missing.txt"], "--text: expected a text file or a folder, got '.*missing.txt'"),
-        (["MODEL", "--text", "image.png"], "--text: expected UTF-8 text, got '.*image.png'"),
-        (["MODEL", "--text", "empty.txt"], r"--text: expected UTF-8 text, got '.*empty.txt' \(it is blank\)"),
-        (["MODEL", "--text", "bare"], "at least 256 tokens, got 0 in 0 files"),
-        (["MODEL", "--text", "short.txt"], "at least 256 tokens, got [0-9]+ in 1 file of"),
-        (["MODEL", "--text", "long.txt", "--tokens", "255"], r"--tokens: expected at least 256, got 255"),
-        (["MODEL", "--text", "long.txt", "--sequence", "257"], "at most the 256 positions"),
-        (["nowhere", "--text", "long.txt"], r"MODEL: expected a folder with a config.json, got .*\(no such folder; "),
-        (["bare", "--text", "long.txt"], r"expected a folder with a config.json, got .*\(a folder without one\)"),
-        (["untokenized", "--text", "long.txt"], r"a tokenizer in 'untokenized' \(tokenizer\* or the like\), got none$"),
-        (["MODEL", "--text", "long.txt", "--device", "cuda:99"], "--device: expected "),
-        (["MODEL", "--text", "long.txt", "--device", "tpu"], "--device: expected cpu, cuda or cuda:INDEX"),
-        (["MODEL", "--text", "long.txt", "--csv", "a.txt"], "--csv: expected a path that ends in .csv"),
-        (["MODEL", "--text", "long.txt", "--plot", "a.pdf"], "--plot: expected a path that ends in .png or .svg"),
-        (["MODEL", "--text", "long.txt", "--plot", "no/a.png"], "--plot: expected an existing folder"),
-    ],
-)
-def test_bad_requests(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("bare").mkdir()
-    saved_models.build().save_pretrained("untokenized")
-    Path("image.png").write_bytes(b"\x89PNG\xff\x00")
-    Path("empty.txt").write_text("\n")
-    Path("short.txt").write_text("short")
-    Path("long.txt").write_text(saved_models.text(500))
-    if "missing.txt" in options:
-        # noticed before the model is read
-        monkeypatch.setattr(saved_model, "_load", lambda *_: pytest.fail("the model was read"))
-    with pytest.raises(RequestError, match=message):
-        run(analyze, *(llama if option == "MODEL" else option for option in options))
-
-
 @pytest.mark.parametrize(("byte", "what"), [(b"\xe9", "invalid continuation byte"), (b"\0", "a zero byte")])
 def test_text_that_ends_in_other_bytes(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, byte: bytes, what: str
@@ -624,36 +587,6 @@ def test_text_that_ends_in_other_bytes(
     found = list(saved_model._files([tmp_path]))
     assert sorted(path.name for path, _ in found) == ["late.txt", "more.txt"]
     assert all(within for _, within in found)
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("config.json", "{", ".*config.json' must be a JSON object, got Expecting"),
-        ("config.json", "[]", ".*config.json' must be a JSON object, got list"),
-        ("config.json", '{"model_type": 3}', "expected a model_type in .*config.json', got none"),
-        ("config.json", '{"model_type": "abacus"}', "expected a causal language model .*, got model_type 'abacus'"),
-        ("config.json", '{"model_type": "vit"}', "expected a causal language model .*, got model_type 'vit'"),
-        ("config.json", '{"model_type": "llama", "hidden_size": "wide"}', "expected .* that can be read in .*, got "),
-        ("tokenizer.json", "{", "expected a tokenizer that can be read in .*, got "),
-        ("tokenizer.json", None, "expected a tokenizer"),
-        ("model.safetensors", "{", "expected a model that can be read in .*, got "),
-        ("model.safetensors", None, r"expected weights in .* \(\*\.safetensors or the like\), got none"),
-    ],
-)
-def test_a_broken_model_is_an_error_of_one_line(
-    file: str, content: str | None, message: str, words: Path, llama: Path, tmp_path: Path, capfd: Any
-) -> None:
-    folder = tmp_path / "broken"
-    shutil.copytree(llama, folder)
-    (folder / file).unlink()
-    if content is not None:
-        (folder / file).write_text(content)
-    assert cli.main(["analyze", str(folder), "--text", str(words)]) == 2
-    lines = capfd.readouterr().err.splitlines()
-    assert re.match(f"twell analyze: error: MODEL: {message}", lines[-1])
-    # a progress bar may come first
-    assert not [line for line in lines[:-1] if "rror" in line or "Traceback" in line]
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -454,34 +454,3 @@ def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cac
 
 
 # The command line
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["ffn", "--workload", "topic30"], "--workload takes uniform29"),
-        (["ffn", "--workload", "nnz=600", "-n", "264"], "nnz=600 has 600 non-zeros per token: expected at most 264"),
-        (["ffn", "-n", "16"], "16 neurons are too few for the named workloads: expected --workload"),
-        (["--workload", "nnz=9", "ffn"], "ffn is an operation: expected it before --workload"),
-        (["decode", "-m", "1024"], "--m-decode must be from 1 to 512 of 512 tokens, got 1024"),
-        (["ffn,train", "--m-decode", "8"], "--m-decode is for decode: expected it among the operations"),
-        (["ffn", "--threshold", "1"], 'threshold must be 0 unless activation is "fatrelu", got 1.0'),
-        (["ffn", "--device", "toaster"], "--device: expected cpu, cuda or cuda:INDEX, got 'toaster'"),
-        (["ffn", "--json", "."], ". is a folder: expected the name of a file"),
-        (["ffn", "--json", "/dev/null/x.json"], "/dev/null/x.json cannot be written"),
-        (["ffn", "--energy"], "--energy needs a CUDA device, got cpu"),
-        (["ffn,model"], "model must be the only operation"),
-        (["dance"], "argument OP: expected one of ffn, decode, train"),
-        (["ffn", "--strategy", "row,best"], "argument --strategy: expected one of auto, dense, row, union, "),
-        (["-k", "65"], "argument -k/--hidden: expected a multiple of 8 up to 16384, got 65"),
-    ],
-)
-def test_requests_that_cannot_be_met(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code: Any
-    try:
-        code = main(words if "--device" in words else [*words, "--device", "cpu"])
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2
-    assert f"profiling.bench: error: {'argument' * message.startswith('argument')}" in (said := capsys.readouterr().err)
-    assert message in said

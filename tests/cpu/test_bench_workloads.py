@@ -79,26 +79,6 @@ def test_drawn_workloads_have_their_pattern() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("nnz=29,skw=1", "parameters of a workload are nnz, skew, tokens, dead, topic, got 'skw' in 'nnz=29,skw=1'"),
-        ("skew=1", "expected nnz=, the mean non-zeros per token, in 'skew=1'"),
-        ("nnz=nan", "expected a number above 0"),
-        ("nnz=9,nnz=9", "expected nnz once, got it twice in 'nnz=9,nnz=9'"),
-        ("nnz=9,skew=100", "expected a number from 0 to 3 after skew=, got '100'"),
-        ("topic30", "--workload takes uniform29, skew29, .*, real:FOLDER.* or parameters .nnz=, .*, got 'topic30'"),
-        ("real3", "got 'real3'; a recorded layer is real:FOLDER/3"),
-        ("real:", "expected the folder of recorded layers after real:"),
-        ("real:/no/such/folder", "there is no folder /no/such"),
-        ("topic29,uniform29", "got 'topic29,uniform29'; several are separated by spaces"),
-    ],
-)
-def test_other_texts_are_refused(text: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        parse([text])
-
-
 def test_more_nonzeros_than_neurons_are_refused() -> None:
     (source,) = parse(["nnz=60,dead=0.5"])
     source.check(120)

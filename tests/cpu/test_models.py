@@ -58,7 +58,7 @@ def test_an_architecture_is_taken_or_refused_as_the_page_says(each: Architecture
         assert not layers(refused)
     if not each.layers:
         return
-    dense = build(each, {**each.fields, **each.needs})
+    dense = build(each, each.fields)
     ours, activation = copy.deepcopy(dense), None
     if each.retrained:
         with pytest.raises(ValueError, match="must apply ReLU, got "):

@@ -263,31 +263,6 @@ def test_nothing_is_left_behind_where_int8_does_not_do(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--layers", "3"], "--layers: expected some of 0, 1, 2, got 3"),
-        (["--layers", "0", "7", "9"], "--layers: expected some of 0, 1, 2, got 7, 9"),
-        (["--layers", "0", "--tokens", "100000"], "at least 100,000 tokens, got [0-9,]+ in 1 file of"),
-        (["--layers", "0", "--out", "full"], "--out: expected a new or an empty folder"),
-        (["--layers", "0", "--out", "full/file"], "--out: expected a folder, got the file"),
-        (["--layers", "0", "--out", "no/where"], "--out: expected an existing folder around it"),
-        (["--layers", "0", "--out", "lost"], "--out: expected an existing folder around it"),
-        (["--layers", "0", "--out", "."], "expected a folder that can be replaced, got '.', the current folder"),
-    ],
-)
-def test_bad_requests(
-    llama: Path, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("full").mkdir()
-    Path("full/file").touch()
-    Path("lost").symlink_to("no/where")
-    with pytest.raises(ValueError, match=message):
-        run(record, llama, "--text", words, "--out", "new", *options)
-    assert not Path("new").exists()
-
-
 def test_a_link_to_an_empty_folder_is_filled(llama: Path, words: Path, tmp_path: Path) -> None:
     """The folder replaced the link, after the whole run."""
     (tmp_path / "empty").mkdir()

@@ -273,20 +273,6 @@ def test_a_sequence_has_no_more_tokens_than_the_model_has_positions(
         relufy.check(relufy.parse([*given, "--sequence", "49"]))
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--distill", "1.5"], "--distill: expected a share of at most 1, got 1.5"),
-        (["--strategy", "union"], "--strategy: expected dense with fatrelu, whose threshold changes, got union"),
-        (["--dataset", "x"], "expected either --text or --dataset"),
-    ],
-)
-def test_options_are_checked(tmp_path: Path, capsys: Any, more: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        relufy.main(["x", "--text", "x", "--out", str(tmp_path), *more])
-    assert message in capsys.readouterr().err
-
-
 def test_requests_that_cannot_be_met_are_one_sentence(
     run: Callable[..., int], dense: Callable[[str], Path], text: Path, tmp_path: Path, capsys: Any
 ) -> None:

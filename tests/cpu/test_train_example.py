@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("transformers")
 
 import train
-from small_runs import command, records, same, steps
+from small_runs import records, same, steps
 from training import RequestError, model, options, parallel, report
 from training.data import Source
 from training.optimizer import learning_rate
@@ -225,33 +225,6 @@ def test_slow_parts_report_progress(run: Callable[..., int], monkeypatch: Any, c
     monkeypatch.setattr(report.Console.__init__, "__defaults__", (60.0,))
     assert run("--steps", 1, out="fast") == 0
     assert "micro-batch" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--vocab", "256"], "expected 257 or more"),
-        (["--intermediate", "100"], "multiple of 8"),
-        (["--heads", "3"], "multiple of twice the 3 heads"),
-        (["--dataset", "x"], "either --text or --dataset"),
-        (["--held-out", "1.5"], "between 0 and 1"),
-        (["--max-bytes", "lots"], "--max-bytes"),
-        (["--warmup", "-1"], "expected 0 or more, got -1"),
-        (["--lr", "nan"], "expected a number of 0 or more, got nan"),
-        (["--min-lr", "1"], "--min-lr: expected at most --lr 0.001, got 1"),
-        (["--reinitialize", "0.1", "--observe-every", "0"], "--reinitialize: expected --observe-every of 1 or more"),
-        (["--activation", "silu"], "--ffn: expected dense with --activation silu, which sets nothing to zero"),
-        (["--activation", "silu", "--ffn", "dense", "--l1", "2e-5"], "--l1: expected 0 with --activation silu"),
-        (["--activation", "silu", "--ffn", "dense", "--parallel", "tp"], "--parallel: expected ddp or fsdp with"),
-        (["--target-nnz", "5", "--l1", "0.1"], "--target-nnz: expected a number above 0, without --l1, got 5 and --l1"),
-        (["--target-nnz", "64"], "--target-nnz: expected less than the 64 neurons of a layer, got 64"),
-        (["--activation", "silu", "--ffn", "dense", "--target-nnz", "5"], "--target-nnz: expected None with"),
-    ],
-)
-def test_options_are_checked(tmp_path: Path, capsys: Any, more: list[str], message: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        train.main(command(tmp_path, tmp_path, tmp_path / "out", *more))
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
