@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from profiling.draw.common import loads, machine, markdown
-from profiling.tune import table_text
 from twell import _files
 from twell.commands import tune
-from twell.strategy import costs, table_float8, tables
+from twell.strategy import costs, tables
 
 STRATEGIES = ("row", "union", "dense")
 # Weight of terms of 16 bits beside those of a pattern.
@@ -198,14 +197,15 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--table", type=Path, default=Path(table_float8.__file__), metavar="FILE")
+    parser.add_argument("--table", type=Path, default=tables.FLOAT8_PATH, metavar="FILE")
     arguments = parser.parse_args(argv)
     runs = [loads(path.read_text()) for path in arguments.files]
     found = points(row for run in runs for row in run["rows"] if "nonzeros" in row)
     if not found:
         parser.error("expected rows of all strategies, got none")
     most = max(runs, key=lambda run: len(run["rows"]))
-    _files.write_text(arguments.table, table_text(fitted(found), most["machine"], most["date"][:10], "float8"))
+    table = tables.Table(fitted(found), most["machine"], most["date"][:10], float8=True)
+    _files.write_text(arguments.table, tables.text_of(table))
     return 0
 
 

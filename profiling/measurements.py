@@ -227,14 +227,14 @@ ALL = (
     Measurement(
         "float8_large",
         "4,096 to 14,336, 1 to 8,192 tokens",
-        "float8; table_float8.py",
+        'float8; table of "auto"',
         (f"{FEW_FLOAT8} --k 4096 --n 14336 --json $OUT",),
         (65,),
     ),
     Measurement(
         "float8_few",
         "2,048 to 5,632, 1 to 8,192 tokens",
-        "float8; table_float8.py",
+        'float8; table of "auto"',
         (f"{FEW_FLOAT8} --json $OUT",),
         (55,),
     ),

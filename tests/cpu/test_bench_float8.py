@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from profiling import bench, figures, float8
-from twell.strategy import costs, table_float8, tables
+from twell.strategy import costs, tables
 from twell.testing import workloads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,12 +99,10 @@ def test_the_table_of_auto_follows_from_rows(tmp_path: Path) -> None:
     rows = timed(table)
     found = float8.points([*rows, {**rows[0], "us": None, "workload": "red"}])
     assert len(found) == 20
-    path, written = tmp_path / "a.json", tmp_path / "table.py"
+    path, written = tmp_path / "a.json", tmp_path / "table.json"
     path.write_text(json.dumps({"rows": rows, "machine": "GPU", "date": "2026-01-01T00"}))
     assert float8.main([str(path), "--table", str(written)]) == 0
-    names: dict[str, Any] = {}
-    exec(written.read_text(), names)
-    best = tables.Table(names["TABLE"], names["MACHINE"], names["DATE"], float8=True)
+    best = tables.parse(written.read_text(), float8=True)
     for point in found:
         assert costs.costs(point.problem, point.figures, best) == pytest.approx(point.relative, rel=0.05)
         # in times of two products; the copy of "dense" takes as long
@@ -118,8 +116,7 @@ def test_the_table_that_ships_is_of_the_results(monkeypatch: pytest.MonkeyPatch)
     written: list[tuple[Path, str]] = []
     monkeypatch.setattr(float8._files, "write_text", lambda *file: written.append(file))
     assert float8.main([str(path) for path in sorted(figures.RESULTS.glob("float8*.json"))]) == 0
-    assert written == [(Path(table_float8.__file__), Path(table_float8.__file__).read_text())]
-    assert tables.FLOAT8.costs is table_float8.TABLE
+    assert written == [(tables.FLOAT8_PATH, tables.FLOAT8_PATH.read_text())]
 
 
 def test_the_page_has_a_section_once_there_are_results() -> None:

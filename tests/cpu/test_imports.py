@@ -33,7 +33,7 @@ twell: _runtime
 twell: _arguments _files _memory
 twell: _activation
 twell: reference tuning float8
-twell: strategy.__init__ strategy.table strategy.table_float8
+twell: strategy.__init__
 twell: strategy.tables
 twell: strategy.costs strategy.plan
 twell: strategy.explanation

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from twell.commands import cli, info, timing, tune
 from twell.commands.request import RequestError
 from twell.strategy import costs as rules
 from twell.strategy import site as sites
-from twell.strategy import table as generated
 from twell.strategy import tables
 from twell.strategy.costs import Figures, Problem
 
@@ -104,10 +102,10 @@ def test_interpolation_crosses_no_change_of_kernels() -> None:
     assert found(costs, 700, 4608, 9728)["union"][0] == pytest.approx(3.0)
 
 
-def check_table(module: Any) -> None:
-    assert "torch" in module.MACHINE
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", module.DATE)
-    for (training, gated, k, n), by_tokens in module.TABLE.items():
+def check_table(table: tables.Table) -> None:
+    assert "torch" in table.machine
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", table.date)
+    for (training, gated, k, n), by_tokens in table.costs.items():
         assert type(training) is type(gated) is bool
         assert min(k, n, *by_tokens) > 0
         assert list(by_tokens) == sorted(by_tokens)
@@ -189,7 +187,7 @@ def test_processes_that_write_at_once_lose_nothing(folder: Path) -> None:
 
 
 def changed(**entries: Any) -> str:
-    return json.dumps(json.loads(tables.text_of(table_of(OWN))) | entries)
+    return json.dumps(json.loads(tables.text_of(table_of(OWN), "0123")) | entries)
 
 
 @pytest.mark.parametrize(
@@ -460,18 +458,17 @@ def test_files_that_tune_did_not_write(
     path = tmp_path / "tune.json"
     if text is not None:
         path.write_text(text)
-    assert shipped.main(["--from", str(path), "--write", "--table", str(tmp_path / "table.py")]) == 2
+    assert shipped.main(["--from", str(path), "--write", "--table", str(tmp_path / "table.json")]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert str(path) in error
-    assert not (tmp_path / "table.py").exists()
+    assert not (tmp_path / "table.json").exists()
 
 
 def test_the_shipped_table_is_as_generated() -> None:
-    text = shipped.table_text(generated.TABLE, generated.MACHINE, generated.DATE)
-    assert text == Path(generated.__file__).read_text()
-    check_table(generated)
-    assert {key[:2] for key in generated.TABLE} >= {(False, True), (True, True)}
+    assert tables.text_of(tables.SHIPPED) == tables.PATH.read_text()
+    check_table(tables.SHIPPED)
+    assert {key[:2] for key in tables.SHIPPED.costs} >= {(False, True), (True, True)}
 
 
 def test_figures_of_a_measured_layer() -> None:
@@ -625,7 +622,7 @@ def test_the_generator_measures_the_same_way(
     """And writes a table from the rows of several files, of one GPU."""
     machine = "NVIDIA H200 (132 SMs, 140 GiB); SM 1980 MHz now, 1980 most, memory 3201 MHz, 700 W; torch 2.11.0"
     monkeypatch.setattr(tune, "gpu", lambda name: timing.Cpu())
-    out, table, more, other = (tmp_path / name for name in ("rows.json", "table.py", "more.json", "other.json"))
+    out, table, more, other = (tmp_path / name for name in ("rows.json", "table.json", "more.json", "other.json"))
     arguments = ["--out", str(out), "--kinds", "gated", "--patterns", "topic", "uniform", "--seconds", "0"]
     assert shipped.main(arguments) == 0
     data = json.loads(out.read_text())
@@ -638,19 +635,16 @@ def test_the_generator_measures_the_same_way(
     shipped.write_json({"machine": machine, "date": date, "rows": measured()}, more)
     assert shipped.main(["--from", str(out), str(more), "--write", "--table", str(table)]) == 0
     assert machine in capsys.readouterr().out
-    written = types.ModuleType("written")
-    exec(compile(table.read_text(), str(table), "exec"), written.__dict__)
+    written = tables.parse(table.read_text())
     check_table(written)
     costs = tune.fit([*data["rows"], *measured()])
-    assert (written.MACHINE, written.DATE, written.TABLE) == (machine, "2026-11-21", costs)
-    assert max(map(len, table.read_text().splitlines())) <= 120
+    assert (written.machine, written.date, written.costs) == (machine, "2026-11-21", costs)
     # by default it writes the file that "auto" reads
     asked: list[Path] = []
     with monkeypatch.context() as patched:
         patched.setattr(shipped._files, "write_text", lambda path, text: asked.append(path))
         assert shipped.main(["--from", str(out), "--write"]) == 0
-    assert [path.samefile(generated.__file__) for path in asked] == [True]
-    assert tables.SHIPPED.costs is generated.TABLE
+    assert asked == [tables.PATH]
     shipped.write_json({"machine": "NVIDIA H100 (132 SMs); torch 2.11.0", "date": date, "rows": []}, other)
     assert shipped.main(["--from", str(out), str(other)]) == 2
     assert "a table is for one GPU, got measurements of NVIDIA H100, NVIDIA H200" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """The table of measured costs by which "auto" decides: the shipped one, or one that ``twell tune`` wrote for the GPU.
 
+``table.json`` and ``table_float8.json`` beside this file ship; ``profiling.tune`` and ``profiling.float8`` write them.
+
 ``<cache>/tuning/<GPU>.json`` is of one GPU model and names the kernels that it is of. It is read once per process and
 GPU model, at the first decision there. A file that cannot be used is ignored, with one warning. One of other kernels is
 used, as the shipped table is, with one warning.
@@ -21,8 +23,6 @@ from twell import _files
 from twell._modes import constant
 from twell._runtime import cache, device, env, fingerprint, geometry
 from twell._runtime.log import logger, warn_once
-from twell.strategy import table_float8
-from twell.strategy.table import DATE, MACHINE, TABLE
 
 # (training, gated, K, N) -> M -> strategy -> (base, per share of a union, of non-zeros, of the heaviest);
 # the last of "union+screen" is per share of candidates
@@ -84,9 +84,6 @@ def gpu_of(machine: str) -> str:
     """The GPU model of a machine line."""
     return machine.split(" (")[0]
 
-
-SHIPPED = Table(TABLE, MACHINE, DATE)
-FLOAT8 = Table(table_float8.TABLE, table_float8.MACHINE, table_float8.DATE, float8=True)
 
 _lock = threading.Lock()
 
@@ -226,31 +223,32 @@ def write(own: Table) -> Path:
         except UNUSABLE:
             # there is no such file
             pass
-        _files.write_text(path, text_of(own))
+        _files.write_text(path, text_of(own, fingerprint.source_hash()))
     return path
 
 
-def text_of(table: Table) -> str:
-    """A table as JSON."""
+def text_of(table: Table, kernels: str = "") -> str:
+    """A table as JSON, with the hash of the kernels that it is of, if that is given."""
     layers = [
         {"training": training, "gated": gated, "k": k, "n": n, "tokens": by_tokens}
         for (training, gated, k, n), by_tokens in sorted(table.costs.items())
     ]
-    written = {"machine": table.machine, "date": table.date, "kernels": fingerprint.source_hash(), "layers": layers}
-    return json.dumps(written, indent=1) + "\n"
+    written = {"machine": table.machine, "date": table.date} | ({"kernels": kernels} if kernels else {})
+    return json.dumps(written | {"layers": layers}, indent=1) + "\n"
 
 
-def parse(text: str) -> Table:
+def parse(text: str, float8: bool = False) -> Table:
     """The table of ``text_of``. Raises one of ``UNUSABLE`` for other text."""
-    return _table(json.loads(text))
+    return _table(json.loads(text), float8)
 
 
-def _table(written: Any) -> Table:
+def _table(written: Any, float8: bool = False) -> Table:
+    strategies = (*STRATEGIES, "dense") if float8 else STRATEGIES
     costs: Costs = {}
     for layer in written["layers"]:
         k, n = _count(layer["k"]), _count(layer["n"])
         by_tokens = {
-            _count(int(m)): {_strategy(name): _terms(terms) for name, terms in entry.items()}
+            _count(int(m)): {_strategy(name, strategies): _terms(terms) for name, terms in entry.items()}
             for m, entry in sorted(layer["tokens"].items(), key=lambda item: int(item[0]))
         }
         if not by_tokens:
@@ -258,7 +256,7 @@ def _table(written: Any) -> Table:
         costs[_flag(layer["training"]), _flag(layer["gated"]), k, n] = by_tokens
     if not costs:
         raise ValueError("it must have layers, got none")
-    return Table(costs, str(written["machine"]), str(written["date"]))
+    return Table(costs, str(written["machine"]), str(written["date"]), float8=float8)
 
 
 def _count(value: Any) -> int:
@@ -273,11 +271,11 @@ def _flag(value: Any) -> bool:
     return value
 
 
-def _strategy(name: str) -> str:
+def _strategy(name: str, known: tuple[str, ...]) -> str:
     # tables of version 0.2
     name = SCREENED if name == "screened" else name
-    if name not in STRATEGIES:
-        raise ValueError(f"strategies must be among {', '.join(STRATEGIES)}, got {name!r}")
+    if name not in known:
+        raise ValueError(f"strategies must be among {', '.join(known)}, got {name!r}")
     return name
 
 
@@ -289,3 +287,7 @@ def _terms(terms: Any) -> Terms:
     if not all(0 <= term <= 1e9 for term in (base, per_union, per_density, per_last)):
         raise ValueError(f"costs must be from 0 to 1e9, got {terms!r:.80}")
     return base, per_union, per_density, per_last
+
+
+PATH, FLOAT8_PATH = (Path(__file__).with_name(name) for name in ("table.json", "table_float8.json"))
+SHIPPED, FLOAT8 = parse(PATH.read_text(encoding="utf-8")), parse(FLOAT8_PATH.read_text(encoding="utf-8"), float8=True)
