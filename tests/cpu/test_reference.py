@@ -1,13 +1,11 @@
-"""The reference, checked against the format's description with cases small enough to read."""
-
-from typing import Any
+"""The format and the reference, checked with cases small enough to read."""
 
 import pytest
 import torch
 
 from twell import ops, reference, testing
+from twell._activation import ActivationName
 from twell._runtime import geometry
-from twell.ops import hybrid
 
 BF16 = torch.bfloat16
 
@@ -23,7 +21,7 @@ def gate_problem(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def test_words_hold_count_then_ascending_value_and_neuron() -> None:
     values = torch.full((1, 264), -1.0)
     values[0, 3], values[0, 200], values[0, 256] = 2.0, 0.5, 1.0
-    words, spill, stats = reference.gate_pack(*gate_problem(values), None, 8)
+    words, spill, stats = ops.gate_pack(*gate_problem(values), None, 8)
     bits = {2.0: 0x4000, 0.5: 0x3F00, 1.0: 0x3F80}
     assert words[0, :4].tolist() == [2, bits[2.0] << 16 | 3, bits[0.5] << 16 | 200, 0]
     assert words[0, 32:35].tolist() == [1, bits[1.0] << 16 | 256, 0]
@@ -36,12 +34,12 @@ def test_a_row_tile_spills_exactly_above_capacity(compression: int) -> None:
     capacity = geometry.capacity(compression)
     values = torch.zeros(2, 256)
     values[0, :capacity], values[1, : capacity + 1] = 1.0, 1.0
-    words, spill, stats = reference.gate_pack(*gate_problem(values), None, compression)
+    words, spill, stats = ops.gate_pack(*gate_problem(values), None, compression)
     assert words[:, 0].tolist() == [capacity, capacity + 1]
     assert not spill[0].any()
     assert torch.equal(spill[1].float(), values[1])
     assert stats.tolist() == [[[2 * capacity + 1, 1]]]
-    assert torch.equal(reference.unpack(words, spill, 256, compression).float(), values)
+    assert torch.equal(ops.unpack(words, spill, 256, compression).float(), values)
 
 
 def test_nan_and_negative_zero() -> None:
@@ -50,7 +48,7 @@ def test_nan_and_negative_zero() -> None:
     x, w = gate_problem(values[:1])
     x[0, 1:] = 0
     w[:, 1:] = 0
-    words, _, _ = reference.gate_pack(x, w, None, 8)
+    words, _, _ = ops.gate_pack(x, w, None, 8)
     assert words[0, 0] == 2
     assert (words[0, 1:3] & 0xFFFF).tolist() == [1, 3]
 
@@ -58,13 +56,13 @@ def test_nan_and_negative_zero() -> None:
 def test_up_down_by_hand() -> None:
     x, w_gate = gate_problem(torch.tensor([[2.0, 0.0, 3.0] + [-1.0] * 5]))
     w_up, w_down = torch.arange(64.0).view(8, 8).to(BF16), torch.ones(8, 8, dtype=BF16)
-    words, spill, _ = reference.gate_pack(x, w_gate, None, 4)
+    words, spill, _ = ops.gate_pack(x, w_gate, None, 4)
     # x picks column 0 of w_up: 0 for neuron 0, 16 for neuron 2; the biases make these 1 and 17
     bias = torch.ones(8, dtype=BF16)
-    y, l1 = reference.up_down(x, words, spill, w_up, w_down, bias, 2 * bias, 4)
+    y, l1 = ops.up_down(x, words, spill, w_up, w_down, bias, 2 * bias, 4)
     assert y.tolist() == [[2 * 1 + 3 * 17 + 2.0] * 8]
     assert l1.tolist() == [53.0]
-    y, l1 = reference.up_down(None, words, spill, None, w_down, None, 2 * bias, 4)
+    y, l1 = ops.up_down(None, words, spill, None, w_down, None, 2 * bias, 4)
     assert y.tolist() == [[7.0] * 8]
     assert l1.tolist() == [5.0]
 
@@ -74,7 +72,7 @@ def test_thresholds_by_neuron_by_hand() -> None:
     level = torch.tensor([1.0, 2.0, 2.999, 0, 0, 6, 4.999, 0])
     # 2.999 and 4.999 are 3 and 5 in bfloat16
     assert reference.gate(x, w, None, level).tolist() == [[2, 0, 0, 0, 0, 0, 0, 1]]
-    words, _, stats = reference.gate_pack(x, w, None, 8, level)
+    words, _, stats = ops.gate_pack(x, w, torch.cat([torch.zeros(8), level]).to(BF16), 8)
     assert (words[0, :3] & 0xFFFF).tolist() == [2, 0, 7]
     assert stats.tolist() == [[[2, 0]]]
     bias = torch.tensor([0, 1, 0, 1, 0, 2, 0, 0], dtype=BF16)
@@ -117,33 +115,13 @@ def test_window_equals_the_reference(dtype: torch.dtype) -> None:
     testing.assert_same(gate, kept)
 
 
-@pytest.mark.parametrize("how", [{}, {"activation": "relu2"}, {"threshold": torch.arange(264) % 5}, {"k": 5}], ids=str)
-def test_operators_equal_the_reference(how: dict[str, Any]) -> None:
-    """The specification of all operators of a layer, which calls of cases do not read."""
+@pytest.mark.parametrize("activation", ["relu", "relu2", "drelu"])
+def test_the_layer_behind_a_packed_gate(activation: ActivationName) -> None:
     p = testing.integer_problem(21, 16, 264, density=0.3, biases="gate up down", activation="relu2")
-    gated, limit = "activation" in how, {name: value for name, value in how.items() if name != "activation"}
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = p if gated else p._replace(w_up=None, b_up=None)
-    assert b_gate is not None
-    name = "topk" if "k" in how else "fatrelu" if "threshold" in how else how.get("activation", "relu")
-    both = torch.cat([b_gate, how["threshold"].to(BF16)]) if "threshold" in how else b_gate
-    form, number = {"activation": name} if gated else {}, float(how.get("k", 0))
-    if "k" not in how:
-        packed = reference.gate_pack(x, w_gate, b_gate, 8, **limit)
-        testing.assert_packed_same(ops.gate_pack(x, w_gate, both, 8), packed, 264, 8)
-        rows = (x, *packed[:2], w_up, w_down, b_up, b_down, 8)
-        for actual, expected in zip(ops.up_down(*rows, **form), reference.up_down(*rows, **form), strict=True):
-            testing.assert_same(actual, expected)
-    *found, kept = ops.hybrid_forward(x, w_gate, w_up, w_down, both, b_up, b_down, 8, 0, name, number)
-    layer = x, w_gate, w_up, w_down, b_gate, b_up
-    for actual, expected in zip(found, reference.hybrid_forward(*layer, b_down, **how), strict=True):
-        testing.assert_same(actual, expected)
-    parts = hybrid.parts(kept, 21, 264)
-    for actual, expected in zip(parts, reference.hybrid(reference.gate(x, w_gate, b_gate, **limit)), strict=False):
-        # what the reference leaves at zero is undefined, or zero
-        defined = expected != 0
-        testing.assert_same(actual[: len(expected)][defined], expected[defined])
-    dy, dl1 = testing.integer_upstream(p), torch.tensor(0.5)
-    found = ops.hybrid_backward(dy, dl1, *layer[:4], both, b_up, kept, True, True, name, number)
-    for actual, expected in zip(found, reference.hybrid_backward(dy, dl1, *layer, **how), strict=True):
-        if actual.numel():
-            testing.assert_same(actual[: len(expected)], expected.to(BF16))
+    words, spill, _ = ops.gate_pack(p.x, p.w_gate, p.b_gate, 8)
+    y, l1 = ops.up_down(p.x, words, spill, p.w_up, p.w_down, p.b_up, p.b_down, 8, activation)
+    testing.assert_same(y, testing.exact_output(p, activation=activation))
+    assert p.b_up is not None
+    gate, up = testing.float64_gate(p).float(), p.x.float() @ p.w_up.float().t() + p.b_up.float()
+    up = up.relu() if activation == "drelu" else up.abs()
+    testing.assert_same(l1, ((gate.square() if activation == "relu2" else gate) * up).sum(1))

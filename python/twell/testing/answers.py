@@ -200,7 +200,7 @@ def gradients_by_terms(
     """Gradients in float64, by name. ``each`` is applied to both factors of every term.
 
     With ``dtype``, h, d_gate and d_up are rounded to it, except for the weights and biases of rare neurons, as
-    ``twell.reference.hybrid_backward`` defines them.
+    ``twell.ops.hybrid_backward`` rounds them.
     """
     fires = [float64_gate(problem.rows(*rows), threshold) != 0 for rows in chunks(len(dy))]
     active = torch.cat(fires or [dy.new_zeros(0)])
