@@ -74,12 +74,14 @@ def judge_reals(
         raise Mismatch(f"{name}: the error is {norm:.2f} times what is allowed ({count:.0f} roundings)")
 
 
-def judge_elements(name: str, found: Tensor, answer: Answer, result: Result, share: float = 1.0) -> None:
-    """``share``: of the absolute terms that roundings may take; terms beyond the dtype may be infinite."""
+def judge_elements(
+    name: str, found: Tensor, answer: Answer, result: Result, share: float = 1.0, dtype: torch.dtype | None = None
+) -> None:
+    """``share``: of the absolute terms that roundings may take; terms beyond ``dtype`` may be infinite."""
     ours, value, off = found.detach().double().reshape(answer.value.shape), answer.value, answer.off
     finite = torch.ones_like(off, dtype=torch.bool)
     if found.is_floating_point():
-        finite = torch.maximum(value.abs(), off / share) <= torch.finfo(found.dtype).max
+        finite = torch.maximum(value.abs(), off / share) <= torch.finfo(dtype or found.dtype).max
     ratio = ((ours - value).abs() / off.clamp_min(1e-300)).where(finite, 0)
     if not value.numel():
         return

@@ -68,8 +68,8 @@ def run(case: Case, device: torch.device, result: Result) -> None:
         del first
         with contextlib.nullcontext() if waits(case) else no_waits(device):
             again = call()
-        # a module has a site of its own, too
-        chosen = case.strategy == "site" or (case.strategy == "auto" and case.module)
+        # a module has a site of its own, too, and a pair is one
+        chosen = case.strategy == "site" or (case.strategy == "auto" and (case.module or case.kind == "pair"))
         if not chosen:
             same_bits(again, outputs, "a second call")
         if not spoilt(held, keep):
@@ -290,9 +290,9 @@ def judge_integers(case: Case, o: Operands, found: Outputs, result: Result) -> N
         # dense PyTorch adds two products to the gradient of x, each of them rounded
         if key in ("l1", "l0") or (not case.is_sparse and key == "x" and case.first == "gate"):
             continue
-        # a main gradient is in fp32
-        value = right[key].value.reshape(t.shape)
-        expected = value.to(case.torch_dtype).to(t.dtype) if t.dtype != torch.float32 or name == key else value.float()
+        # a main gradient is in fp32, and so is that of thresholds
+        value, in_fp32 = right[key].value.reshape(t.shape), name != key or name == "threshold"
+        expected = value.to(t.dtype) if in_fp32 else value.to(case.torch_dtype).to(t.dtype)
         if name == "moved":
             expected = t if abs(float(t) - float(value)) <= 1e-6 * abs(float(value)) else value.float()
         elif name == "unfired":
@@ -313,7 +313,9 @@ def judge_worst(case: Case, o: Operands, found: Outputs, result: Result) -> None
     result.nonzeros = float(right["l0"].value)
     for name, t in found.items():
         answer = right[name.removeprefix("main ")]
-        judge_elements(name, t, answer, result, roundings(case))
+        # under autocast a result of 16 bits is returned in float32
+        dtype = t.dtype if name.startswith("main ") or name == "l1" else case.torch_dtype
+        judge_elements(name, t, answer, result, roundings(case), dtype)
     if "y" in found and (case.scales or case.kind == "experts"):
         judge_beside_dense(case, o, found["y"], right["y"].value)
 

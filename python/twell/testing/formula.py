@@ -33,13 +33,17 @@ class Answer(NamedTuple):
 
 
 class _Signs(NamedTuple):
-    """Of an expert: its gate; sizes of gate and up projection; which are kept, which of these count; and windows."""
+    """Of an expert: its gate; sizes of gate and up projection; which are kept, which of these count; and windows.
+
+    doubtful: gates that roundings may lead to the other side of the threshold.
+    """
 
     gate: Tensor
     sizes: tuple[Tensor, Tensor]
     active: Tensor
     fires: Tensor
     near: Tensor
+    doubtful: Tensor
 
 
 class Results(NamedTuple):
@@ -143,13 +147,15 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
                 return size
 
             sizes = [size_of(name, t) for name, t in ((case.first, gate), ("up", up))]
-            signs.append(_chosen(case, gate.detach(), up.detach(), tuple(sizes)))
+            signs.append(_chosen(case, gate.detach(), up.detach(), tuple(sizes), share))
         of = signs[e]
         if absolute:
             # true sizes, and derivatives of the absolute parts
             gate, up = (path + (size - path).detach() for size, path in zip(of.sizes, (gate, up)))
-        gate = gate.where(of.active, 0)
-        hidden = (gate * gate if case.activation == "relu2" else gate) * up.where(of.fires, 0)
+            gate = gate + of.doubtful * of.gate.abs() / share
+        active, fires = (mask | of.doubtful if absolute else mask for mask in (of.active, of.fires))
+        gate = gate.where(active, 0)
+        hidden = (gate * gate if case.activation == "relu2" else gate) * up.where(fires, 0)
         if case.wants or case.strategy not in ("row", "row+invariant"):
             hidden = narrow(hidden)
         l0 = l0 + of.active.sum()
@@ -168,7 +174,7 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
     return Results(y, l1, l0, of.active, of.gate)
 
 
-def _chosen(case: Case, gate: Tensor, up: Tensor, sizes: Any) -> _Signs:
+def _chosen(case: Case, gate: Tensor, up: Tensor, sizes: Any, share: float) -> _Signs:
     """What the activation keeps of gates and up projections."""
     level = level_of(case, gate.device).double()
     rounded = gate.to(case.torch_dtype)
@@ -182,7 +188,11 @@ def _chosen(case: Case, gate: Tensor, up: Tensor, sizes: Any) -> _Signs:
     else:
         active = gate > level
     fires = active & (up > 0) if case.activation == "drelu" else active
-    return _Signs(gate, sizes, active, fires, ((gate - level).abs() < case.bandwidth / 2).double())
+    distance = (gate - level).abs()
+    doubtful = torch.zeros_like(active)
+    if not case.exact and not case.top:
+        doubtful = distance < share * sizes[0]
+    return _Signs(gate, sizes, active, fires, (distance < case.bandwidth / 2).double(), doubtful)
 
 
 def _unsure(case: Case, of: _Signs) -> Tensor:
