@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 import twell
-from twell import _files, testing, tuning
-from twell.commands import analyze_experts, experts, saved_model, sparsity
+from profiling.draw.common import markdown
+from twell import _files, testing
+from twell.commands import experts, saved_model, sparsity
 from twell.commands.experts import WatchedExperts
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.commands.saved_model import WatchedLayer
-from twell.commands.sparsity import LayerSparsity, Tally
 from twell.integrations import experts as stacked
 
 DESCRIPTION = """\
@@ -238,33 +238,29 @@ def _differences(products: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def check(path: Path, recording: Recording, first: Tensor, layer: WatchedLayer) -> tuple[Agreement, LayerSparsity]:
-    """Read a file back as ``load_real`` does, in bfloat16; compare its pattern with the model's and report it.
+def check(path: Path, recording: Recording, layer: WatchedLayer) -> Agreement:
+    """Read a file back as ``load_real`` does, in bfloat16, and compare its pattern with the model's.
 
-    ``first``, bool [tokens], marks first tokens of sequences. Raises ValueError if the difference exceeds a limit, or
-    if a neuron fires that is silent in the model.
+    Raises ValueError if the difference exceeds a limit, or if a neuron fires that is silent in the model.
     """
     fired, where = recording.fired, recording.fired.device
     problem = testing.load_real(layer.number, path.parent, len(fired), device=where)
     gate = torch.nn.Linear(problem.w_gate.shape[1], recording.n, bias=False, device="meta")
     # exact products of bfloat16: the counts must not depend on the device
     gate.weight = torch.nn.Parameter(problem.w_gate.float())
-    tally = Tally(recording.n, layer.compression, where)
     silent = torch.ones(recording.n, dtype=torch.bool, device=where)
     silent[recording.alive.long()] = False
     lost = added = loud = 0
     for rows, pattern in sparsity.patterns(problem.x.float(), gate):
-        tally.add(pattern, first[rows])
         lost += int((fired[rows] & ~pattern).sum())
         added += int((pattern & ~fired[rows]).sum())
         loud += int((pattern & silent).any(0).sum())
-    report = tally.report(layer)
     nonzeros = int(fired.sum())
     agreement = Agreement(
         number=layer.number,
         tokens=len(fired),
         before=nonzeros / len(fired),
-        after=report.mean,
+        after=(nonzeros - lost + added) / len(fired),
         lost=lost / max(nonzeros, 1),
         added=added / max(nonzeros, 1),
         stored=len(recording.alive),
@@ -274,106 +270,35 @@ def check(path: Path, recording: Recording, first: Tensor, layer: WatchedLayer) 
     if complaint:
         bias = "" if layer.linear.bias is None else "; its bias is part of the weight, as the file has none"
         raise ValueError(f"{layer.name}: int8 does not keep its pattern: {complaint}{bias}")
-    return agreement, report
+    return agreement
 
 
-def _readme(
-    loaded: saved_model.Loaded,
-    text: saved_model.Text,
-    results: Sequence[tuple[Agreement, LayerSparsity]],
-    reports: Sequence[LayerSparsity],
-) -> str:
+def _readme(loaded: saved_model.Loaded, text: saved_model.Text, agreements: Sequence[Agreement]) -> str:
     """The README.md of the folder."""
-    if not results:
-        return ""
-    dtype = tuning.dtype_name(next(loaded.model.parameters()).dtype)
-    header = sparsity.figures_header(reports[0].compression)
-    k, n = (", ".join(sorted({f"{getattr(r, size):,}" for r in reports})) for size in ("k", "n"))
-    kinds = " and ".join(sorted({"gated" if r.gated else "non-gated" for r in reports}))
-    weights = "gate weights"
-    if not all(r.gated for r in reports):
-        weights += ", or the weights of the up projections that ReLU follows"
-    workloads = " ".join(f"real:FOLDER/{agreement.number}" for agreement, _ in results)
-    return f"""\
-# Recorded gate activations
-
-Inputs of {len(results)} of the {len(reports)} ReLU feed-forward layers ({kinds}, K = {k}, N = {n}) of
-`{loaded.folder.absolute().name}`, run in {dtype} on {text.tokens:,} tokens of text in
-{len(text.sequences):,} sequences, and their {weights}.
-Written by `python -m profiling.record` of twell {twell.__version__}.
-
-`layer{{L}}.npz` holds the input `x` (int8 [tokens, K] times `x_scale` [1, K] or [tokens, 1]); the weight's rows `w`
-(int8 [rows, K] times `w_scale` [rows, 1]) of the neurons `alive`, those that fire at least once, or all; `quiet` [K],
-the direction in which `twell.testing.load_real` shifts the rows that it draws for the others, to keep them silent; and
-`n`, the number of neurons. A bias is part of its row. `twell.testing.load_real(L, FOLDER)` loads a file as a problem,
-and `python -m profiling.bench ffn --workload {workloads}` times it.
-
-The files, as `load_real` reads them in bfloat16:
-
-{_markdown([header, *(sparsity.figures_cells(report) for _, report in results)])}
-
-Changes by int8: mean non-zeros per token, and shares of the model's non-zeros.
-
-{_changes([agreement for agreement, _ in results])}
-
-The model itself, on the same tokens:
-
-{_markdown([header, *map(sparsity.figures_cells, reports)])}
-
-non-zeros, p50, p99 and max are per token; > {sparsity.HEAVY} and > N/{sparsity.HEAVY_SHARE}: share of tokens with
-more; tiles: share of tiles (256 neurons of a token) that overflow; dead: share of neurons that never fire; union: share
-of neurons that this many consecutive tokens fire; hottest: share of the non-zeros in this many neurons.
-"""
-
-
-def _changes(agreements: Sequence[Agreement]) -> str:
-    """The table of what int8 changes."""
     lines = [
         [
-            *(str(a.number), f"{a.before:.2f}", f"{a.after:.2f}", f"{1 - a.lost:.2%}", f"{a.added:.2%}"),
+            *(f"{a.what} {a.number}", f"{a.before:.2f}", f"{a.after:.2f}", f"{1 - a.lost:.2%}", f"{a.added:.2%}"),
             *(f"{a.stored:,}", f"{a.size / 1e6:.1f}"),
         ]
         for a in agreements
     ]
-    return _markdown([["layer", "in the model", "in the file", "kept", "added", "rows", "MB"], *lines])
-
-
-def _readme_of_experts(
-    loaded: saved_model.Loaded,
-    text: saved_model.Text,
-    agreements: Sequence[Agreement],
-    reports: Sequence[experts.ExpertsSparsity],
-) -> str:
-    """The part of the README.md about layers of experts."""
-    if not agreements:
-        return ""
+    header = ["file", "in the model", "in the file", "kept", "added", "rows", "MB"]
+    workloads = " ".join(f"real:FOLDER/{a.number}" for a in agreements if a.what == "layer")
     return f"""\
-# Recorded experts
+# Recorded activations
 
-{len(agreements)} of the {len(reports)} layers of stacked experts of `{loaded.folder.absolute().name}`,
-run on {text.tokens:,} tokens of text in {len(text.sequences):,} sequences.
-Written by `python -m profiling.record` of twell {twell.__version__}.
+Inputs and weights of layers of `{loaded.folder.absolute().name}`, run on {text.tokens:,} tokens of text in
+{len(text.sequences):,} sequences. Written by `python -m profiling.record` of twell {twell.__version__}.
 
-`experts{{L}}.npz` holds what `twell.testing.load_experts` documents: the input, the routes and all weights as int8.
-`twell.sparse_experts(**twell.testing.load_experts(L, FOLDER))` runs it.
+`twell.testing.load_real(L, FOLDER)` reads `layer{{L}}.npz` and says what it holds; `python -m profiling.bench ffn
+--workload {workloads or "real:FOLDER"}` times such layers.
+`twell.sparse_experts(**twell.testing.load_experts(L, FOLDER))` runs `experts{{L}}.npz`.
+`twell analyze` prints the pattern of the model.
 
-Changes by int8: mean non-zeros of a token and one of its experts, and shares of the model's non-zeros.
+Changes by int8: mean non-zeros of a token, or of a token and one of its experts, and shares of the model's non-zeros.
 
-{_changes(agreements)}
-
-The model itself, on the same tokens, by values after the activation and by routes:
-
-{_markdown([analyze_experts.figures_header(), *map(analyze_experts.figures_cells, reports)])}
-
-zeros: share over all tokens and their experts; least, mean, most: share of an expert with tokens; used: experts with
-tokens; busiest: its tokens, as a multiple of an even share; effective: experts that, with even shares, would have the
-entropy of the routes.
+{markdown(header, "l" + "r" * (len(header) - 1), lines)}
 """
-
-
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
-    header, *rest = lines
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *rest))
 
 
 # Layers of experts
@@ -486,30 +411,20 @@ def run(arguments: argparse.Namespace) -> int:
     # x and routes
     routes: dict[int, list[tuple[Tensor, ...]]] = {known_experts[n]: [] for n in numbers if n in known_experts}
     starts: list[Tensor] = []
-    tallies = [Tally(layer.linear.out_features, layer.compression, layer.linear.weight.device) for layer in layers]
-    of_experts = [experts.ExpertsTally(layer, max(map(len, text.sequences))) for layer in routed]
 
     def record_input(i: int, x: Tensor, first: Tensor, *given: Tensor) -> None:
         if i == 0:
             starts.append(first)
-        if i >= len(layers):
-            i -= len(layers)
-            of_experts[i].add(x, first, *given)
-            if i in routes:
-                routes[i].append(tuple(t.to("cpu", copy=True) for t in (x, *experts.routes(given))))
-            return
-        for rows, pattern in sparsity.patterns(x, layers[i].linear):
-            tallies[i].add(pattern, first[rows])
+        # copies: the model may write to its own
         if i in inputs:
-            # a copy: the model may write to its own
             inputs[i].append(x.to("cpu", copy=True))
+        if i - len(layers) in routes:
+            routes[i - len(layers)].append(tuple(t.to("cpu", copy=True) for t in (x, *experts.routes(given))))
 
     batches = saved_model.batches(text.sequences, arguments.batch)
     with saved_model.progress(text.tokens, "record") as done:
         saved_model.observe(loaded.model, [*layers, *routed], batches, record_input, done)
-    reports = [tally.report(layer) for tally, layer in zip(tallies, layers, strict=True)]
-    reports_of_experts = [tally.report() for tally in of_experts]
-    results, agreements = [], []
+    agreements = []
     with _files.replacing(out) as folder:
         folder.mkdir()
         for number in filter(known.__contains__, numbers):
@@ -517,21 +432,16 @@ def run(arguments: argparse.Namespace) -> int:
             path = folder / f"layer{number}.npz"
             recording = quantize(torch.cat(inputs[known[number]]).to(layer.linear.weight.device), layer)
             recording.save(path)
-            agreement, report = check(path, recording, torch.cat(starts), layer)
-            print(agreement, flush=True)
-            results.append((agreement, report))
+            agreements.append(check(path, recording, layer))
+            print(agreements[-1], flush=True)
         for number in filter(known_experts.__contains__, numbers):
             at = routed[known_experts[number]]
             where = at.linears[0].weight.device
             x, ids, weights = (torch.cat(parts).to(where) for parts in zip(*routes[known_experts[number]]))
             agreements.append(write_experts(folder / f"experts{number}.npz", at, x, torch.cat(starts), ids, weights))
             print(agreements[-1], flush=True)
-        about = (
-            _readme(loaded, text, results, reports),
-            _readme_of_experts(loaded, text, agreements, reports_of_experts),
-        )
-        (folder / "README.md").write_text("\n".join(filter(None, about)), encoding="utf-8")
-    size = sum(agreement.size for agreement in (*agreements, *(a for a, _ in results)))
+        (folder / "README.md").write_text(_readme(loaded, text, agreements), encoding="utf-8")
+    size = sum(agreement.size for agreement in agreements)
     print(f"{size / 1e6:.1f} MB in {out.absolute()}; README.md there has the statistics")
     return 0
 

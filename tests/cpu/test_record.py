@@ -22,9 +22,6 @@ from twell import _sparsify, testing
 from twell.commands import saved_model, sparsity
 from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, WatchedLayer
-from twell.commands.sparsity import Tally
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +61,7 @@ def round_trip(x: Tensor, layer: WatchedLayer, folder: Path) -> tuple[record.Rec
     recording = record.quantize(x, layer)
     path = folder / f"layer{layer.number}.npz"
     recording.save(path)
-    first = torch.zeros(len(x), dtype=torch.bool)
-    first[0] = True
-    return recording, record.check(path, recording, first, layer)[0]
+    return recording, record.check(path, recording, layer)
 
 
 # The command
@@ -82,20 +77,14 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
     printed, readme = capsys.readouterr().out, (out / "README.md").read_text()
     assert "int8" in readme
     assert "--workload real:FOLDER/2 real:FOLDER/0" in readme
-    stored, changed, whole = [
-        [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-        for table in readme.split("\n\n")
-        if table.startswith("|")
-    ]
-    assert [row[0] for row in stored] == ["2", "0"]
-    assert [row[0] for row in whole] == ["0", "1", "2"]
+    table = [line for line in readme.splitlines() if line.startswith("|")][2:]
+    changed = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert [row[0] for row in changed] == ["layer 2", "layer 0"]
     loaded = saved_model.load(_arguments(llama, *options, "--layers", 0, "--out", out))
     sequences = saved_model.read(loaded, _arguments(llama, *options, "--layers", 0, "--out", out), 700).sequences
     reports = sparsity.analyze(loaded.model, saved_model.batches(sequences, 4))
-    assert [sparsity.figures_cells(report) for report in reports] == whole
-    layers = saved_model.layers(loaded.model)
-    for row, agreement in zip(stored, changed, strict=True):
-        number = int(row[0])
+    for row in changed:
+        number = int(row[0].removeprefix("layer "))
         with np.load(out / f"layer{number}.npz") as arrays:
             kept = {name: (arrays[name].dtype.name, arrays[name].shape) for name in arrays.files}
             alive, n = arrays["alive"], int(arrays["n"])
@@ -113,16 +102,13 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
         assert np.all(np.diff(alive) > 0)
         # the table describes the file, which is close to the model
         pattern = pattern_of(out, number, 700)
-        first = torch.arange(700) % 100 == 0
-        tally = Tally(320, 8, CPU)
-        tally.add(pattern, first)
-        assert sparsity.figures_cells(tally.report(layers[number])) == row
+        assert f"{float(pattern.sum(1).double().mean()):.2f}" == row[2]
         report = reports[number]
         assert rows == 320 - report.dead
         assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
         assert not pattern[:, ~torch.isin(torch.arange(320), torch.from_numpy(alive))].any()
-        assert float(agreement[1]) == pytest.approx(report.mean, abs=0.006)
-        assert f"layer {number}: {agreement[1]} non-zeros per token in the model, {agreement[2]} in the file" in printed
+        assert float(row[1]) == pytest.approx(report.mean, abs=0.006)
+        assert f"layer {number}: {row[1]} non-zeros per token in the model, {row[2]} in the file" in printed
 
 
 def _arguments(*words: object) -> Any:
@@ -148,7 +134,6 @@ def test_other_models(kind: str, options: dict[str, Any], words: Path, tmp_path:
     folder = saved_models.save(tmp_path / "model", kind, **options)
     out = tmp_path / "recorded"
     run(record, folder, "--text", words, "--tokens", 512, "--layers", 0, 1, 2, "--out", out)
-    assert ("non-gated" in (out / "README.md").read_text()) == (kind == "opt")
     model = saved_models.build(kind, **options)
     arguments = _arguments(folder, "--text", words, "--tokens", 512, "--layers", 0, "--out", out)
     loaded = saved_model.load(arguments)
@@ -250,7 +235,7 @@ def test_a_file_that_does_not_keep_the_pattern_is_an_error(spoil: str, tmp_path:
     spoilt = record.Recording(**{**vars(recording), **changed})
     spoilt.save(tmp_path / "layer3.npz")
     with pytest.raises(ValueError, match=rf"model\.layers\.3\.mlp: int8 does not keep its pattern: .*{message}"):
-        record.check(tmp_path / "layer3.npz", spoilt, torch.zeros(512, dtype=torch.bool), layer)
+        record.check(tmp_path / "layer3.npz", spoilt, layer)
 
 
 def test_nothing_is_left_behind_where_int8_does_not_do(
