@@ -238,8 +238,8 @@ def test_recorded_experts_reproduce_the_layer(
     assert sorted(path.name for path in out.iterdir()) == ["README.md", f"experts{number}.npz", *dense]
     printed, readme = capsys.readouterr().out, (out / "README.md").read_text()
     assert f"experts {number}: " in printed
-    assert ("# Recorded gate activations" in readme) == nemotron
-    assert "# Recorded experts" in readme
+    assert ("| layer 0 |" in readme) == nemotron
+    assert f"| experts {number} |" in readme
     module, (x, ids, weights) = calls_of(folder, words)[0][number]
     with torch.no_grad():
         right = module(x, ids, weights)
