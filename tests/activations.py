@@ -47,20 +47,6 @@ def dense_layer(p: testing.FFN, **options: Any) -> Any:
     return twell.sparse_gated_ffn(*p[:3], p.w_down.t(), **biases, strategy="dense", **options)
 
 
-def with_figures(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
-    y, aux = dense_layer(p, return_aux=True)
-    return y, *aux
-
-
-def by_hand(p: testing.FFN) -> tuple[Tensor, Tensor, Tensor]:
-    """y, l1 and l0 in plain PyTorch."""
-    gate = F.relu(F.linear(p.x, p.w_gate, p.b_gate))
-    hidden = gate * F.linear(p.x, p.w_up, p.b_up)
-    y = F.linear(hidden, p.w_down.t(), p.b_down)
-    tokens = max(p.x.shape[0], 1)
-    return y, hidden.abs().sum(dtype=torch.float32) / tokens, (gate != 0).sum().float() / tokens
-
-
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
     """Zeros compare with their sign; all NaNs are equal."""
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
 import itertools
 import logging
@@ -16,7 +15,6 @@ import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
 from twell import _modes, testing
-from twell._runtime import device, geometry, log
+from twell._runtime import device, geometry
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
@@ -642,48 +640,7 @@ def test_functions_and_modules_take_a_site(gated: bool, chooses: Arrivals) -> No
     assert "strategy=AutoStrategy(period=2)" in repr(mlp)
 
 
-def test_limits_are_those_of_the_sparse_path_whatever_was_chosen(chooses: Arrivals) -> None:
-    site = twell.AutoStrategy()
-    weights = [torch.zeros(12, 16, dtype=BF16) for _ in range(2)]
-    with pytest.raises(ValueError, match="N must be a positive multiple of 8"):
-        twell.sparse_gated_ffn(torch.zeros(3, 16, dtype=BF16), *weights, weights[0].t(), strategy=site)
-    wide = [torch.zeros(24, 16, dtype=torch.float64) for _ in range(2)]
-    x = torch.zeros(3, 16, dtype=torch.float64)
-    assert twell.sparse_gated_ffn(x, *wide, wide[0].t(), strategy=site).dtype == torch.float64
-    arguments = [t.to("meta") for t in (x, *wide, wide[0].t())]
-    with pytest.raises(TypeError, match="dtype must be bfloat16 or float16"):
-        twell.sparse_gated_ffn(*arguments, strategy=site)
-    assert not site.explain()
-
-
 # Devices
-
-
-def test_other_gpus_are_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Without kernels, and without costs: those of a table that the user measured there are enough."""
-    own = dataclasses.replace(tables.SHIPPED, file=Path("own.json"))
-    monkeypatch.setattr(device, "capability", {0: (9, 0), 1: (8, 6), 2: (7, 5), 3: (12, 0)}.__getitem__)
-    monkeypatch.setattr(device, "name", "H200 A10 T4 B6000".split().__getitem__)
-    monkeypatch.setattr(tables, "in_use", lambda on: own if on.index == 3 else tables.SHIPPED)
-    log.warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "twell"):
-        found = [tables.imposed_on_call("cuda", index) for index in (0, None, 1, 1, 2, 3)]
-    assert [not why for why in found] == [True, True, False, False, False, True]
-    assert [record.getMessage() for record in caplog.records] == [
-        'strategy="auto" is "dense": costs of the sparse kernels are not known on A10 (compute capability 8.6); '
-        "`twell tune` measures them",
-        'strategy="auto" is "dense": there are no sparse kernels for T4 (compute capability 7.5), only for 8.x, 9.x, '
-        "10.x, 12.x",
-    ]
-    # the warnings' reasons, without a GPU where tuning would help nothing
-    on = [torch.device("cuda", 1), torch.device("cuda", 2), torch.device("cpu")]
-    reasons = [tables.imposed(each.type, each.index) for each in on]
-    assert [f'strategy="auto" is "dense": {reason}' for reason in reasons[:2]] == [
-        record.getMessage() for record in caplog.records
-    ]
-    assert "need a GPU" in reasons[2]
-    assert "tune" not in reasons[1] + reasons[2]
-    assert tables.imposed("cpu", None) == tables.imposed("meta", None) == reasons[2]
 
 
 def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.MonkeyPatch) -> None:

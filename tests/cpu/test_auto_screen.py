@@ -102,17 +102,6 @@ def test_never_screens_without_times_candidates_or_kernels(current: str | None) 
                 assert not costs.worth_screening(call, known, table)
 
 
-def test_other_gpus_have_no_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "name", lambda index: "a GPU")
-    monkeypatch.setattr(device, "capability", lambda index: (8, 0))
-    monkeypatch.setattr(tables, "_of_gpu", lambda name, fill: SCREENS)
-    tables._on.cache_clear()
-    try:
-        assert not tables.in_use(torch.device("cuda", 0)).screens
-    finally:
-        tables._on.cache_clear()
-
-
 # Candidates
 
 

@@ -29,15 +29,6 @@ from twell._runtime import cache, packaged, resolve, specs
 BF16 = torch.bfloat16
 
 
-# Arguments
-
-
-def shaped(**changes: Any) -> dict[str, Any]:
-    """Arguments of the gated function: K = 16, N = 24."""
-    shapes = {"x": (3, 16), "w_gate": (24, 16), "w_up": (24, 16), "w_down": (16, 24)}
-    return {name: torch.ones(shape, dtype=BF16) for name, shape in shapes.items()} | changes
-
-
 # Non-finite values, on the CPU: the same as dense PyTorch wherever a token fires the neuron
 
 

@@ -27,13 +27,6 @@ def call(p: dict[str, Any], **options: Any) -> torch.Tensor:
     return twell.sparse_experts(**{"activation": "relu2", "strategy": "row", **p, **options})
 
 
-def test_one_expert_is_a_layer() -> None:
-    p = problem(experts=1, slots=1, absent=0.0)
-    layer = (float8.Float8(p[name].values[0], p[name].scale[0]) for name in ("w_up", "w_down"))
-    right = twell.sparse_ffn(p["x"], *layer, activation="relu2", strategy="union")
-    assert_same(call(p, weights=torch.ones_like(p["weights"])), right)
-
-
 def test_x_may_come_quantised_and_have_leading_dimensions() -> None:
     p = problem()
     assert_same(call(p), call(p, x=float8.quantize_tokens(p["x"])))
@@ -49,14 +42,6 @@ def test_a_static_scale_is_that_of_all_tokens() -> None:
     how = p["expert_ids"], p["weights"], 8, "row", "relu2"
     given = torch.ops.twell.experts_float8(p["x"], scale, *layer, *how)
     assert_same(given, call(p, x=float8.quantize_tokens(p["x"], scale)))
-
-
-def test_blocks_run_in_16_bits() -> None:
-    p = problem(n=264)
-    names = ("w_up", "w_down")
-    records = {name: twell.quantize(p[name].dequantize(torch.float32), "block") for name in names}
-    wide = {name: record.dequantize(torch.bfloat16) for name, record in records.items()}
-    assert_same(call(p, **records), call(p, **wide))
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

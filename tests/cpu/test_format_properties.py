@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.cases.formats import packed_words
-from twell import ops, testing
+from twell import ops
 from twell._runtime import geometry
 from twell.ops import hybrid
 from twell.ops.operands import Operands
@@ -146,25 +146,6 @@ def test_what_is_undefined_is_not_read(g: Gates, seed: int) -> None:
 # Readers of packed gates
 
 
-class Layer(NamedTuple):
-    """An exact problem with a drawn pattern."""
-
-    problem: testing.FFN
-    compression: int
-
-
-@st.composite
-def layers(draw: Callable[..., Any], tokens: int = 5, neurons: int = 70) -> Layer:
-    m, n = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, neurons))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
-    share = draw(st.sampled_from([0.0, 0.02, 0.1, 0.3, 1.0]))
-    fires = torch.rand(m, n, generator=generator) <= share
-    values = torch.where(fires, torch.randint(1, 5, (m, n), generator=generator), -1)
-    biases = draw(st.sampled_from(["", "gate up down", "down", "up"]))
-    k = max(8, -(-m // 8) * 8)
-    return Layer(testing.pattern_problem(values, k, biases=biases, dtype=draw(DTYPES)), draw(COMPRESSIONS))
-
-
 # The hybrid format
 
 
@@ -222,26 +203,3 @@ def test_the_hybrid_format_loses_nothing(gate: Tensor, gated: bool) -> None:
 
 
 # Training, by its parts
-
-
-@FEW
-@given(layers(tokens=6, neurons=20), st.data())
-def test_gradients_add_up_over_tokens(layer: Layer, data: st.DataObject) -> None:
-    """For two parts of a batch, cut anywhere: gradients of x side by side, main gradients summed."""
-    problem = layer.problem
-    m = problem.x.shape[0]
-    cut = data.draw(st.integers(0, m))
-    dy = testing.integer_upstream(problem)
-
-    def gradients(start: int, stop: int, mains: list[Tensor]) -> Tensor:
-        part = problem.rows(start, stop)
-        _, _, _, *kept = ops.hybrid_forward(*part, layer.compression)
-        saved = (dy[start:stop], torch.tensor(1.0), *part[:6], *kept)
-        dx, *_ = ops.hybrid_backward_accumulate(*saved, *mains, True)
-        return dx
-
-    whole, parts = ([torch.zeros(t.shape) for t in problem[1:4]] for _ in range(2))
-    dx = gradients(0, m, whole)
-    assert torch.equal(torch.cat([gradients(0, cut, parts), gradients(cut, m, parts)]), dx)
-    for one, other in zip(whole, parts, strict=True):
-        assert torch.equal(one, other)

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import logging
 import os
-import struct
 import subprocess
 import sys
 import threading
@@ -93,45 +92,6 @@ class Recorder:
             self.calls.append((name, list(map(seen, arguments))))
 
         return call
-
-
-def test_kernels_get_what_the_code_says_in_turn(maker: host.Maker) -> None:
-    recorder = Recorder()
-    bits = struct.unpack("q", struct.pack("d", -0.1))[0]
-    views = [
-        # columns 1 and 2 of the last two rows, transposed
-        (0, 20, (FLOAT32, (2, 2), (1, 4))),
-        (1, 64, (BFLOAT16, (2, 3, 4), (12, 4, 1))),
-        (1, 256, (INT32, (0, 5), (5, 1))),
-        (1, 255, (UINT8, (), ())),
-    ]
-    launches: list[Launch] = [
-        [(GIVEN, 0), (INT, -(2**62)), (VIEW, 1), (NONE, 0), (FLOAT, bits)],
-        [],
-        [(VIEW, 0), (VIEW, 0), (VIEW, 2), (VIEW, 3), (GIVEN, 1)],
-    ]
-    program = maker(tensor(encoded(launches, views)), *(recorder.kernel(name) for name in "abc"))
-    for _ in range(2):
-        x, scratch = given()
-        at, below = x.data_ptr(), scratch.data_ptr()
-        own = (at, "float32", (3, 4), (4, 1))
-        part = (at + 20, "float32", (2, 2), (1, 4))
-        assert program(x, scratch) == 0
-        assert recorder.calls == [
-            ("a", [own, -(2**62), (below + 64, "bfloat16", (2, 3, 4), (12, 4, 1)), None, -0.1]),
-            ("b", []),
-            (
-                "c",
-                [
-                    part,
-                    part,
-                    (below + 256, "int32", (0, 5), (5, 1)),
-                    (below + 255, "uint8", (), ()),
-                    (below, "uint8", (256,), (1,)),
-                ],
-            ),
-        ]
-        recorder.calls.clear()
 
 
 def altered(x: torch.Tensor, **fields: int) -> Any:
@@ -255,7 +215,6 @@ OPERAND_AT, SCRATCH_AT, COUNT_AT, ARGUMENTS_AT, VIEW_AT = 7, 13, 14, 15, 19
     [
         ({0: 2}, "expected code of format 1, got format 2"),
         ({1: 0}, "expected 1 to 64 tensors given, got 0"),
-        ({1: -1}, "expected 0 to 27 in word 1 of code, got -1"),
         ({2: 1 << 62}, f"expected 0 to 27 in word 2 of code, got {1 << 62}"),
         ({3: 2}, "expected 31 numbers of code by its header, got 27"),
         ({4: 2}, "expected 2 kernels, got 1"),
@@ -263,27 +222,20 @@ OPERAND_AT, SCRATCH_AT, COUNT_AT, ARGUMENTS_AT, VIEW_AT = 7, 13, 14, 15, 19
         ({5: 1, 6: 3}, "expected 1 more dimensions of operands, got none"),
         ({5: 3, 6: 1}, "expected a tensor of up to 1 dimensions, got 2"),
         ({OPERAND_AT: 1 << 32}, f"expected a dtype with bits and lanes, got {1 << 32}"),
-        ({OPERAND_AT: -1}, "expected a dtype with bits and lanes, got -1"),
         ({OPERAND_AT: 32 << 8}, "expected a dtype with bits and lanes, got 8192"),
         ({OPERAND_AT: 1 << 16}, "expected a dtype with bits and lanes, got 65536"),
-        ({OPERAND_AT + 1: -1}, "expected a tensor of up to 2 dimensions, got -1"),
         ({OPERAND_AT + 1: 1}, "expected 1 more dimensions of operands, got none"),
         ({OPERAND_AT + 2: -3}, "expected lengths and strides from 0 on, got -3"),
-        ({OPERAND_AT + 5: -1}, "expected lengths and strides from 0 on, got -1"),
         ({OPERAND_AT + 2: 1 << 61}, f"expected a tensor of up to {2**63 - 1} bytes, got a larger one"),
         ({OPERAND_AT + 4: 1 << 62}, f"expected a tensor of up to {2**63 - 1} bytes, got a larger one"),
         ({OPERAND_AT + 4: 1 << 61}, f"expected a tensor of up to {2**63 - 1} bytes, got a larger one"),
         ({SCRATCH_AT: -1}, "expected bytes of scratch, got -1"),
         ({COUNT_AT: 1}, "expected 1 more arguments of launches, got none"),
         ({COUNT_AT: 3}, "expected a launch of up to 2 arguments, got 3"),
-        ({COUNT_AT: -1}, "expected a launch of up to 2 arguments, got -1"),
         ({ARGUMENTS_AT: 5}, "expected a kind from 0 to 4, got 5"),
-        ({ARGUMENTS_AT: -1}, "expected a kind from 0 to 4, got -1"),
         ({ARGUMENTS_AT + 1: 2}, "expected the index of one of 2 tensors, got 2"),
-        ({ARGUMENTS_AT + 1: -1}, "expected the index of one of 2 tensors, got -1"),
         ({ARGUMENTS_AT + 3: 1}, "expected the index of one of 1 tensors, got 1"),
         ({VIEW_AT: 2}, "expected a view of one of 2 tensors, got 2"),
-        ({VIEW_AT: -1}, "expected a view of one of 2 tensors, got -1"),
         ({VIEW_AT + 1: -4}, "expected a view within 256 bytes of tensor 1, got 256 at -4"),
         ({VIEW_AT + 1: 1}, "expected a view within 256 bytes of tensor 1, got 256 at 1"),
         ({VIEW_AT: 0}, "expected a view within 48 bytes of tensor 0, got 256 at 0"),

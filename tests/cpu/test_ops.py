@@ -1,7 +1,6 @@
 """``torch.ops.twell``: the CPU implementations equal the reference, the fakes tell the truth, the contract holds."""
 
 import copy
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch.utils import _pytree as pytree
 from tests import programs
 from tests.cases.verdicts import verdict
 from tests.cpu import fake_gpu
-from twell import ops, reference, tuning
-from twell._runtime import device, geometry, program, resolve, specs
+from twell import ops, reference
+from twell._runtime import geometry, program, specs
 from twell._runtime.log import warn_once
 from twell.ops import library
 from twell.testing.case import Case
@@ -100,23 +99,6 @@ def test_nan_and_infinity_are_non_zeros() -> None:
     assert l1.isnan()
     assert y[2:].isfinite().all()
     assert nonzeros == (expected != 0).sum()
-
-
-def test_union_rounds_h_once() -> None:
-    """bf16 has no 257: y uses 256, the sum of |h| does not."""
-    x, w_gate = torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 256]]).to(BF16), torch.zeros(8, 8, dtype=BF16)
-    w_up, w_down = torch.zeros(8, 8, dtype=BF16), torch.ones(8, 8, dtype=BF16)
-    w_gate[3, 0] = w_up[3, 0] = w_up[3, 7] = 1
-    packed = ops.gate_pack(x, w_gate, None, 8)[:2]
-    y, l1, _ = ops.ffn_aux(x, w_gate, w_up, w_down, None, None, None, 8, "union", None)
-    assert y.tolist() == [[256.0] * 8]
-    assert l1.item() == 257
-    # a bias that leaves only the rounding error
-    bias = torch.full((8,), -256.0, dtype=BF16)
-    y, _ = ops.up_down(x, *packed, w_up, w_down, None, bias, 8)
-    assert y.tolist() == [[1.0] * 8]
-    y = ops.ffn(x, w_gate, w_up, w_down, None, None, bias, 8, "union", None)
-    assert y.tolist() == [[0.0] * 8]
 
 
 def test_a_word_reads_back_with_all_of_its_bits() -> None:
@@ -275,21 +257,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[specs.Spec,
     program.forget()
 
 
-def cuda_calls(o: dict[str, Tensor | None]) -> list[Any]:
-    """Call every CUDA implementation."""
-    named = [(op._opname, arguments) for op, arguments in calls(o, 8)]
-    # the transposing copy is that of `rows`
-    found = [
-        fake_gpu.on_cuda(op, *arguments)
-        for op, arguments in named
-        if hasattr(sys.modules.get(f"twell.ops.{op}"), "_cuda")
-    ]
-    for up in (("w_up", "b_up"), ("", "")):
-        names = "x", "w_gate", up[0], "w_down", "b_gate", up[1], "b_down"
-        found += [each([o.get(name) for name in names]) for each in (programs.union_layer, programs.screened_layer)]
-    return found
-
-
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_slice_is_packed_just_before_it_is_used(
     gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
@@ -317,45 +284,10 @@ def test_a_slice_is_packed_just_before_it_is_used(
         assert spill.data_ptr() == packs[0][4].data_ptr() == compacts[i][1].data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("name", "length", "wrong", "m"), [("b_gate", 520, -8, 5), ("b_up", 520, 8, 2100), ("b_down", 16, -8, 2100)]
-)
-def test_no_kernel_gets_a_bias_of_another_length(
-    m: int, name: str, length: int, wrong: int, launched: list[tuple[specs.Spec, tuple[Any, ...]]]
-) -> None:
-    """Kernels take an empty bias for none, so they cannot check its length."""
-    o = operands(m, 520, 16, bias=True)
-    words, spill, _ = ops.gate_pack(o["x"], o["w_gate"], None, 8)
-    o[name] = torch.zeros(length + wrong, dtype=o["x"].dtype)
-    after = (o["x"], words, spill, o["w_up"], o["w_down"], o["b_up"], o["b_down"], 8)
-    called = {"gate_pack": (o["x"], o["w_gate"], o["b_gate"], 8)} if name == "b_gate" else {}
-    for op, arguments in (called or {"up_down": after}).items():
-        with pytest.raises(ValueError, match=rf"{name} must be \[{length}\], got \[{length + wrong}\]"):
-            sys.modules[f"twell.ops.{op}"]._cuda(*arguments)
-    assert not launched
-
-
 @pytest.mark.parametrize("more", ["biases=gate+up+down", "gated=False biases=up+down", "activation=relu2"])
 def test_many_tokens_are_taken_slice_by_slice(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
     assert verdict(Case.of(f"layer m=650 k=24 n=520 {more} strategy=union aux=True")) == "ok"
-
-
-def test_a_missing_bias_is_empty(launched: list[tuple[specs.Spec, tuple[Any, ...]]]) -> None:
-    for missing in ("b_gate", "b_up", "b_down"):
-        launched.clear()
-        cuda_calls(operands(300, 8, 16, bias=True) | {missing: None})
-        biases = {
-            "b_gate": [a[2] for spec, a in launched if spec.op.startswith("gate_pack")][:1],
-            "b_up": [a[5] for spec, a in launched if isinstance(spec, specs.UpDownTokenSpec) and spec.gated]
-            + [a[2] for spec, a in launched if spec.op == "sampled_up"],
-            "b_down": [a[6] for spec, a in launched if isinstance(spec, specs.UpDownTokenSpec)]
-            + [a[4] for spec, a in launched if spec.op == "gathered"],
-        }
-        for name, passed in biases.items():
-            length = 0 if name == missing else 16 if name == "b_down" else 8
-            assert passed
-            assert all(bias.shape == (length,) for bias in passed)
 
 
 def test_operands_as_kernels_read_them() -> None:
@@ -407,20 +339,3 @@ def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(
 def misaligned(matrix: Tensor) -> Tensor:
     base = torch.empty(matrix.numel() + 1, dtype=matrix.dtype)
     return base[1:].view(matrix.shape).copy_(matrix)
-
-
-@pytest.mark.parametrize(
-    ("capability", "arch"),
-    [((8, 0), "sm_80"), ((8, 9), "sm_80"), ((9, 0), "sm_90a"), ((10, 3), "sm_100"), ((12, 0), "sm_120")],
-)
-def test_a_gpu_runs_the_kernels_of_its_major_version(
-    capability: tuple[int, int], arch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: capability)
-    assert resolve.require_architecture(0) == arch
-    assert tuning.family(0) == specs.ARCHITECTURES[arch]
-    monkeypatch.setattr(device, "capability", lambda index: (7, 5))
-    with pytest.raises(
-        NotImplementedError, match=r"need compute capability 8.x.*got 7.5 on cuda:1.*strategy=\"dense\""
-    ):
-        resolve.require_architecture(1)

@@ -64,7 +64,7 @@ def test_kernels_get_operands_views_scratch_and_numbers(seen: Seen) -> None:
     x = p.operand(BF16, 6, 16, strides=(24, 1))
     out = p.operand(F32, 2, 3, 8)
     aside = p.scratch(I32, 4, 8)
-    p.launch(ONE, x, x.part(2, 5), x.t(), aside, aside.part(1, 3), 7, None, 0.5)
+    p.launch(ONE, x, x.part(2, 5), x.t(), aside, aside.part(1, 3), -(2**62), None, -0.1)
     p.launch(TWO, aside, out.matrix(), out.at(32, torch.int16, 4, 8), aside.cast(F32), -1)
     ran = p.compiled()
     x_given, out_given = torch.zeros(6, 24, dtype=BF16)[:, :16], torch.zeros(2, 3, 8)
@@ -82,7 +82,7 @@ def test_kernels_get_operands_views_scratch_and_numbers(seen: Seen) -> None:
             (at, "bfloat16", (16, 6), (1, 24)),
             (scratch, "int32", (4, 8), (8, 1)),
             (scratch + 32, "int32", (2, 8), (8, 1)),
-            *(7, None, 0.5),
+            *(-(2**62), None, -0.1),
         ]
         assert two == [
             (scratch, "int32", (4, 8), (8, 1)),

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from activations import DTYPES, by_hand, dense_layer, every_value, plain, same_bits, with_figures
+from activations import DTYPES, dense_layer, every_value, plain, same_bits
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 
 import twell
 from twell import _autograd, _modes, ops, testing, tuning
@@ -169,28 +167,6 @@ def draw(m: int = 9, n: int = 264, k: int = 32, dtype: torch.dtype = BF16) -> te
     return testing.FFN(*(t.to(dtype) for t in tensors))
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("m", [0, 9])
-def test_dense_layers_have_the_bits_of_plain_pytorch(m: int, fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    p = draw(m)
-    if m:
-        p.x[1, 2], p.x[3, 4], p.b_gate[7] = torch.nan, torch.inf, 0.0
-        p.w_gate[7] = 0
-    dy = torch.randn(m, 32).to(BF16)
-    found = []
-    with fusing(monkeypatch, fuse) as calls:
-        for f in (with_figures, by_hand):
-            leaves = p.map(lambda t: t.clone().requires_grad_())
-            y, l1, l0 = f(leaves)
-            gradients = torch.autograd.grad((y, l1), tuple(leaves), (dy, torch.tensor(0.3)))
-            found.append((y.detach(), l1.detach(), l0, *gradients))
-            with torch.no_grad():
-                found[-1] += tuple(f(p))
-        assert len(calls) == (2 if fuse else 0)
-    for ours, theirs in zip(*found, strict=True):
-        assert same_bits(ours, theirs)
-
-
 def test_no_more_is_kept_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """gate, up and the hidden state; plain PyTorch keeps the gate after ReLU too."""
     p = draw(64).map(lambda t: t.requires_grad_())
@@ -216,7 +192,7 @@ def test_figures_count_what_fires(fuse: bool, monkeypatch: pytest.MonkeyPatch) -
     p.x[5, 5] = torch.nan
     with fusing(monkeypatch, fuse):
         _, aux = dense_layer(p, return_aux=True)
-    assert aux.l0 == by_hand(p)[2]
+    assert aux.l0 == (F.relu(F.linear(p.x, p.w_gate, p.b_gate)) != 0).sum() / 130
 
     left: list[tuple[Any, ...]] = []
     keep = lambda self, *figures, heaviest, candidates: left.append((*figures, heaviest))  # noqa: E731
@@ -263,34 +239,6 @@ def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _autograd.fuses(few, RELU, operands)
     monkeypatch.setattr(resolve, "launchable", lambda *question: False)
     assert not _autograd.fuses(stand_in(), RELU, operands)
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-def test_what_is_not_what_it_seems() -> None:
-    x = torch.randn(4, 8)
-    assert _modes.eager([x, torch.nn.Parameter(x)])
-    assert not _modes.eager([x, x.as_subclass(Subclass)])
-    with FakeTensorMode() as mode:
-        assert not _modes.eager([mode.from_tensor(x)])
-    assert not _modes.eager([mode.from_tensor(x)])
-    with forward_ad.dual_level():
-        assert not _modes.eager([x])
-    seen: list[bool] = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append(_modes.eager([x]))
-        return x * 2
-
-    torch.func.vmap(look)(x)
-    torch.func.grad(lambda x: look(x).sum())(x)
-    torch.jit.trace(look, (x,), check_trace=False)
-    assert seen == [False] * 3
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: x + 1 if _modes.eager([x]) else x - 1, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x), x - 1)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

@@ -391,13 +391,6 @@ class TestResolve:
         assert resolve._capturing()
         assert asked == [7]
 
-    def test_a_failure_is_not_remembered(self, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("TWELL_JIT", "off")
-        with pytest.raises(RuntimeError):
-            resolve.resolve(SPEC)
-        monkeypatch.setenv("TWELL_JIT", "auto")
-        assert resolve.resolve(SPEC)() == 42
-
 
 def fake_driver(**functions: Callable[..., tuple[Any, ...]]) -> SimpleNamespace:
     """``cuda.bindings.driver`` of a machine with two devices."""

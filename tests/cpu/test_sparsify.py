@@ -13,7 +13,6 @@ from ffns import BF16, EACH, FORMS, Block, Coded, Gated, K, N, Plain, model, tak
 from torch import Tensor, nn
 
 import twell
-from twell import testing
 from twell._sparsify import DeferredUp, SparseDown, layers, sparsify_
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 
@@ -54,26 +53,15 @@ def test_same_function_gradients_and_parameters(form: str) -> None:
 
 
 @KINDS
-def test_16_bits_through_the_operators(form: str) -> None:
-    dense = model(form, BF16)
-    sparse = take(copy.deepcopy(dense), strategy="row", compression=4)
-    assert (layer_of(sparse).strategy, layer_of(sparse).compression) == ("row", 4)
-    # so many that the worst row is no chance
-    x = torch.randn(8, 64, K, generator=torch.Generator().manual_seed(1), dtype=BF16)
-    with torch.no_grad():
-        exact = copy.deepcopy(dense).double()(x.double())
-        ours, theirs = (testing.errors(m(x).view(-1, K), exact.view(-1, K)) for m in (sparse, dense))
-    # the layers around it round alike
-    assert ours.within(theirs, 1.1), f"{ours} against {theirs}"
-
-
-@KINDS
 def test_figures_layout_and_counts(form: str) -> None:
-    m = take(model(form, BF16), strategy="row")
+    stock = model(form, BF16)
+    m = take(copy.deepcopy(stock), strategy="row", compression=4)
     name, layer = FORMS[form].layer, layer_of(m)
+    assert (layer.strategy, layer.compression) == ("row", 4)
     assert {row.layer for row in twell.explain(m)} == {name}
     with torch.no_grad(), twell.count_firing(m) as counts:
         y = m(tokens(BF16))
+        torch.testing.assert_close(y, stock(tokens(BF16)), rtol=2e-2, atol=2e-2)
         assert counts[name].tokens == 14
         assert 0 < int(counts[name].counts.sum()) < 14 * N
     layer.record_aux = True
@@ -83,7 +71,6 @@ def test_figures_layout_and_counts(form: str) -> None:
             again = m(tokens(BF16))
             assert round(float(layer.aux.l0) * 14, 3) == int(counts[name].counts.sum())
     assert torch.equal(again, y)
-    assert copy.deepcopy(m) is not None
     for layout, strides in (("linear", (N, 1)), ("rows", (1, K))):
         set_down_layout(m, layout)  # type: ignore[arg-type]
         assert layer.down_proj.weight.stride() == strides

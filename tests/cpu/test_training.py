@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell import ops, testing
+from twell import testing
 from twell.commands.demo.model import ByteModel, ModelShape
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -65,38 +65,6 @@ def grads(ffn: Function, p: testing.FFN, loss: Loss, **options: Any) -> dict[str
 
 
 # Right
-
-
-def away_from_zero(m: int, n: int, k: int, bias: bool, shift: float, ffn: Function) -> testing.FFN:
-    """float64 leaves whose pre-activations and up projections stay on their side of zero under finite differences."""
-    for _ in range(1000):
-        p = draw(m, n, k, bias, shift, torch.float64)
-        with torch.no_grad():
-            gate = nn.functional.linear(p.x, p.w_gate, p.b_gate)
-            up = nn.functional.linear(p.x, p.w_up, p.b_up)
-            if (gate.abs() > 1e-4).all() and (ffn is plain or (up.abs() > 1e-4).all()):
-                return p
-    raise AssertionError("no such problem was drawn")
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("m", "n", "k", "shift", "bias", "l1"),
-    [(2, 16, 8, -0.5, True, 0.7), (2, 16, 8, -0.5, False, 0.0), (2, 72, 8, 9.0, True, 0.7), (0, 8, 8, 0.0, True, 0.7)],
-)
-def test_gradcheck(ffn: Function, m: int, n: int, k: int, shift: float, bias: bool, l1: float) -> None:
-    p = away_from_zero(m, n, k, bias, shift, ffn)
-    # 72 positive neurons exceed the 64 per token that fit
-    overflows = shift > 0
-    own = leaves(p, ffn)
-    _, _, nonzeros, *_ = ops.hybrid_forward(*(t if t is None else t.detach() for t in p), 8)
-    assert (int(nonzeros) > 64 * m) == overflows
-
-    def call(*tensors: Tensor) -> Any:
-        y, aux = ffn(p._replace(**dict(zip(own, tensors, strict=True))))
-        return (y, aux.l1 * l1) if l1 else y
-
-    assert torch.autograd.gradcheck(call, tuple(own.values()), fast_mode=n > 64)
 
 
 @BOTH
@@ -403,12 +371,6 @@ def trained(strategy: str, seed: int, steps: int) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def test_a_few_steps_follow_the_dense_run() -> None:
-    sparse, dense = (torch.tensor(trained(strategy, 1, 12)) for strategy in ("row", "dense"))
-    assert dense[0] > 1.2 * dense[-1]
-    torch.testing.assert_close(sparse, dense, rtol=0.01, atol=0)
 
 
 @pytest.mark.nightly

@@ -11,10 +11,9 @@ import torch
 from fake_gpu import FakeGpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import twell
-from tests.cpu.test_hybrid import GATED, forward, parts, problem, upstream
+from tests.cpu.test_hybrid import forward, parts, problem, upstream
 from twell import _autograd, ops, testing
 from twell._activation import RELU, activation_of
 from twell._runtime import geometry, resolve, specs
@@ -71,50 +70,6 @@ def dispatched(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # The operators
 
 
-@GATED
-@pytest.mark.parametrize(("name", "threshold"), [("relu", 0.0), ("relu2", 0.0), ("drelu", 0.0), ("fatrelu", 1.0)])
-def test_kernels_get_the_activation_and_the_threshold(gpu: FakeGpu, gated: bool, name: str, threshold: float) -> None:
-    """Where gates are made the threshold; where h is, the code; none where a kernel reads values that are h."""
-    if name == "drelu" and not gated:
-        return
-    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, gated=gated)):
-        on_cuda(op, (*arguments, *((0,) if op is ops.hybrid_forward else ()), name, threshold))
-    code, level = geometry.ACTIVATIONS[name], 0x3F803F80 if threshold else 0
-    expected = {
-        "gate_pack": level,
-        "compact": 0 if gated else 1 + code,
-        "sampled_up": code,
-        "sampled_grad": code,
-        "transpose": code,
-        "overflow": (int(gated), code, level),
-    }
-    # counted from the end, or of the slice that begins with `gated`
-    places = {"gate_pack": -2, "compact": -5, "sampled_up": -3, "sampled_grad": -2, "transpose": -1}
-    for spec, arguments in gpu.launches:
-        if spec.op in places:
-            assert arguments[places[spec.op]] == expected[spec.op], spec
-        elif isinstance(spec, specs.OverflowSpec):
-            assert arguments[11:14] == expected["overflow"], spec
-        elif isinstance(spec, specs.GatheredSpec):
-            assert arguments[-3] == (code if spec.products == 0 else 0), spec
-
-
-def test_only_what_is_asked_for_is_launched(gpu: FakeGpu) -> None:
-    p = problem(130, 264, 16, 0.1)
-    *_, kept = forward(p)
-    arguments = (*upstream(p), *p[:6], kept)
-    for asked, expected in (
-        ((True, False), ["sampled_grad", "gathered", "overflow"]),
-        ((False, True), ["sampled_grad", *WEIGHTS, "overflow"]),
-        ((False, False), []),
-    ):
-        gpu.clear()
-        on_cuda(ops.hybrid_backward, (*arguments, *asked))
-        assert gpu.names() == expected
-        # counters of the last kernel, which no other one clears
-        assert [made._cleared > 0 for made in gpu.programs] == [asked == (True, False)] * any(asked)
-
-
 def test_main_tensors_that_kernels_cannot_write_are_added_to_afterwards(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,20 +90,7 @@ def test_main_tensors_that_kernels_cannot_write_are_added_to_afterwards(
     assert [set(main.flatten().tolist()) for main in arguments[9:12]] == [{2.0}, {3.0}, {4.0}]
 
 
-def test_operands_that_do_not_fit_are_refused_by_name(gpu: FakeGpu) -> None:
-    """By the operators, before anything is launched."""
-    for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1)):
-        for place, (argument, value) in enumerate(zip(op._schema.arguments, arguments)):
-            if not isinstance(value, Tensor):
-                continue
-            others = [value.new_zeros(*value.shape, 2), value.new_zeros(()) if value.dim() else value.new_zeros(1)]
-            if argument.name not in ("x", "w_gate") and value.dim():
-                # x and the first weight say what the others must be
-                others.append(value.new_zeros(value.shape[0] + 8, *value.shape[1:]))
-            for other in others:
-                given = (*arguments[:place], other, *arguments[place + 1 :])
-                with pytest.raises(ValueError, match=f"^{argument.name} must"):
-                    on_cuda(op, given)
+def test_gates_that_no_kernel_takes_are_refused(gpu: FakeGpu) -> None:
     for op, arguments in arguments_of_all(problem(130, 264, 16, 0.1, dtype=torch.float32)):
         with pytest.raises(TypeError, match=r"^x must be bfloat16 or float16, got torch\.float32"):
             on_cuda(op, arguments)
@@ -351,23 +293,6 @@ def test_a_note_gets_the_counts_and_is_not_kept(gpu: FakeGpu) -> None:
     assert hybrid.sizes(kept, len(y)).shape == (3,)
     assert y.grad_fn.call.note is None
     assert not nonzeros.requires_grad
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_run_forward_again(gpu: FakeGpu, reentrant: bool) -> None:
-    step = Step()
-    x = step.operands["x"]
-
-    def block(t: Tensor) -> Tensor:
-        step.operands["x"] = t
-        return step.forward()
-
-    checkpoint(block, x, use_reentrant=reentrant).sum().backward()
-    once = launches_of(True, True, True, True, True)
-    # a reentrant one runs the first time without gradients
-    assert gpu.names()[-len(once) :] == once
-    assert gpu.names() == [*once[:5], *once] or reentrant
-    assert x.grad is not None
 
 
 class Mode(TorchDispatchMode):

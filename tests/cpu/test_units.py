@@ -115,10 +115,3 @@ def test_halves_are_made_where_they_make_the_largest_sum_smaller(ctas: int) -> N
     # one CTA has nothing to balance
     assert fit[False]
     assert bool(fit[True]) == (ctas > 1)
-
-
-@pytest.mark.parametrize("n", [8, 264, 5632, 16392, 65536])
-def test_every_unit_has_room_for_its_sums(n: int) -> None:
-    """One of each 128 neurons of a unit, at the place that its first chunk says."""
-    last = units.chunks_of(n, 1) - 1
-    assert last // 2 < min(geometry.sums_per_tile(n), geometry.training_sums(n))

@@ -18,6 +18,10 @@ layer m=5 k=64 n=72 pattern=all density=1.0 strategy=union+screen aux=True
 layer m=140 k=128 n=520 biases=down pattern=none strategy=union+screen aux=True
 layer m=2300 k=72 n=264 density=0.05 strategy=union wants=all aux=True  # lists that weight_grad cuts into three pieces
 layer m=128 k=136 gated=False biases=up density=0.3 strategy=union wants=all aux=True
+layer m=130 k=72 n=264 activation=relu2 density=0.05 strategy=union wants=all aux=True
+layer m=130 k=72 n=264 activation=drelu density=0.05 strategy=union wants=all aux=True
+layer m=130 k=72 n=264 gated=False activation=relu2 density=0.05 strategy=union wants=all aux=True
+layer m=130 k=72 n=264 activation=fatrelu threshold=2.0 density=0.2 strategy=union wants=all aux=True
 layer m=5 k=64 n=72 pattern=all density=1.0 strategy=union wants=all aux=True
 layer m=130 k=64 n=5632 density=0.012 strategy=union wants=all  # more neurons than threads of `count` load at a time
 layer m=9 k=72 biases=gate+up+down activation=fatrelu by_neuron=True density=0.2 strategy=union wants=all
