@@ -8,12 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-import twell
 from profiling.bench import cli, main
 from profiling.bench.decode import Decode
 from profiling.bench.energy import Energy
@@ -23,6 +21,7 @@ from profiling.bench.report import Progress
 from profiling.bench.rows import LayerRow
 from profiling.bench.runner import Job, Runner
 from profiling.bench.workloads import parse
+from tests.cpu.test_bench_workloads import write_layer
 from twell import testing
 from twell.commands import timing
 from twell.commands.timing import Call, measure
@@ -99,58 +98,30 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
     assert (result.data["arguments"]["workload"], result.data["arguments"]["ops"]) == ([WORKLOAD], list(OPS))
 
 
-def test_eager_calls_are_left_out_on_request(bench: Callable[..., Result]) -> None:
-    result = bench("ffn", "--workload", WORKLOAD, "--no-eager")
-    assert result.code == 0
-    assert [(row["variant"], row["queued_ms"], row["waited_ms"]) for row in result.rows] == [
-        ("dense eager", None, None),
-        ("ffn", None, None),
-    ]
-    assert "queued" not in result.out
-
-
-def test_a_row_of_auto_has_its_choices_in_graphs_and_in_eager_calls(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_eager_calls_run_instead_is_checked(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager calls of few tokens count the host and may run dense, where a graph of the same call does not."""
-    chosen = [SimpleNamespace(graph=graph, strategy=name) for graph, name in (("", "dense"), ("captured", "row"))]
+    chosen = [SimpleNamespace(graph=graph, strategy=name) for graph, name in (("", "union"), ("captured", "row"))]
     monkeypatch.setattr("twell.AutoStrategy.explain", lambda site: chosen)
     forward, ran = SparseFFN.forward, []
 
-    def watched(layer: SparseFFN, x: Tensor) -> Any:
-        asked = layer.strategy
-        ran.append(asked)
-        # a graph would run what the site chose for it
-        layer.strategy = "row"
-        y = forward(layer, x)
-        layer.strategy = asked
-        return y
+    def wrong(layer: SparseFFN, x: Tensor) -> Any:
+        ran.append(layer.strategy)
+        return forward(layer, x) * (1 + 2 * (layer.strategy == "union"))
 
-    monkeypatch.setattr(SparseFFN, "forward", watched)
-    (ours,) = (row for row in bench("ffn", "--workload", WORKLOAD).rows if row["variant"] == "ffn")
-    assert (ours["red"], ours["strategy"], ours["eager_strategy"]) == ("", "row", "dense")
-    # checked by both strategies, timed as the user calls it
-    assert {each for each in ran if isinstance(each, str)} == {"row", "dense"}
-    assert isinstance(ran[-1], twell.AutoStrategy)
-
-
-def test_what_eager_calls_run_instead_is_checked(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = [SimpleNamespace(graph=graph, strategy=name) for graph, name in (("", "union"), ("captured", "row"))]
-    monkeypatch.setattr("twell.AutoStrategy.explain", lambda site: chosen)
-    forward = SparseFFN.forward
-    monkeypatch.setattr(
-        SparseFFN, "forward", lambda layer, x: forward(layer, x) * (1 + 2 * (layer.strategy == "union"))
-    )
+    monkeypatch.setattr(SparseFFN, "forward", wrong)
     (ours,) = (row for row in bench("ffn", "--workload", WORKLOAD).rows if row["variant"] == "ffn")
     assert (ours["strategy"], ours["eager_strategy"]) == ("row", "union")
+    # checked by both strategies
+    assert {"row", "union"} <= {each for each in ran if isinstance(each, str)}
     assert ours["red"].endswith("times dense")
     assert_no_speed(ours)
 
 
 def test_flags_time_the_screen_and_invariant_rows(bench: Callable[..., Result]) -> None:
-    flags = ("--strategy", "row,union", "--screen", "--invariant")
+    flags = ("--strategy", "row,union", "--screen", "--invariant", "--no-eager")
     result = bench("ffn,decode,train", "-m", "64", "--workload", WORKLOAD, *flags, "--m-decode", "1,32")
     assert result.code == 0, result.out
+    assert all(row["queued_ms"] is row["waited_ms"] is None for row in result.rows)
     layers = {row["strategy"] for row in result.rows if row["variant"] == "ffn"}
     assert layers == {"row", "union", "union+screen", "row+invariant"}
     rows = {(row["strategy"], row["tokens"]): row for row in result.rows if row["variant"] == "decode"}
@@ -170,17 +141,7 @@ def test_flags_time_the_screen_and_invariant_rows(bench: Callable[..., Result]) 
 
 
 def test_a_recorded_layer_is_timed_with_its_own_sizes(bench: Callable[..., Result], tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    np.savez(
-        tmp_path / "layer5.npz",
-        x=draw.integers(-9, 9, (32, 16), dtype=np.int8),
-        x_scale=np.full((32, 1), 0.1, np.float32),
-        w=draw.integers(-9, 9, (6, 16), dtype=np.int8),
-        w_scale=np.full((6, 1), 0.1, np.float32),
-        alive=np.arange(6),
-        quiet=np.ones(16, np.float32) / 16,
-        n=24,
-    )
+    write_layer(tmp_path, 5)
     words = ("--tokens", "16,130", "24", "--dtype", "fp16", "--compression", "4")
     result = bench("ffn", "--workload", f"real:{tmp_path}", *words)
     sizes = {(row["workload"], row["k"], row["n"], row["dtype"], row["compression"]) for row in result.rows}

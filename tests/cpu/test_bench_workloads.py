@@ -79,14 +79,6 @@ def test_drawn_workloads_have_their_pattern() -> None:
     )
 
 
-def test_more_nonzeros_than_neurons_are_refused() -> None:
-    (source,) = parse(["nnz=60,dead=0.5"])
-    source.check(120)
-    for ask in (lambda: source.check(100), lambda: source.load(8, 8, 100, device="cpu", dtype=torch.bfloat16)):
-        with pytest.raises(RequestError, match="has 60 non-zeros per token: expected at most 50, the neurons of 100"):
-            ask()
-
-
 def test_recorded_layers_are_found_by_folder_and_number(recorded: Path) -> None:
     everything = parse([f"real:{recorded}"])
     assert [source.name for source in everything] == ["real3", "real12"]

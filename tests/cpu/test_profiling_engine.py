@@ -24,22 +24,6 @@ from profiling.engine import generate, inside, mixture, models, one
 TINY = ["--model", "2x64x256x2x256", "--nnz", "8", "--device", "cpu"]
 
 
-def test_a_drawn_model_is_written_for_engines(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model, prompts = models.make("2x64x256x2x256", [], "cpu", 8)
-    models.write(tmp_path, model, prompts)
-    read = json.loads((tmp_path / "prompts.json").read_text())
-    assert {int(length): len(ids) for length, ids in read.items()} == models.PROMPTS
-    assert json.loads((tmp_path / "relu" / "config.json").read_text())["hidden_act"] == "relu"
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "relu")
-    assert type(stock).__name__ == "LlamaForCausalLM"
-    for name, weight in model.state_dict().items():
-        assert stock.state_dict()[name].equal(weight), name
-    # whose last layer is its own
-    assert not stock.lm_head.weight.equal(stock.model.embed_tokens.weight)
-
-
 def test_a_drawn_model_of_experts_fires_and_is_written(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import NemotronHForCausalLM

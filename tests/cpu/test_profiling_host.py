@@ -108,15 +108,6 @@ def test_a_layer_with_another_result_is_not_timed() -> None:
         host.measured(Cpu(), row, layers, problem.x, {"host": 1}, 1e-3)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_dense_is_the_same_layer(gated: bool) -> None:
-    problem = testing.integer_problem(16, K, N)
-    layer = module_of(problem, "row", gated)
-    dense = host.Dense(layer)
-    assert torch.equal(dense(problem.x), layer(problem.x))
-    assert {id(p) for p in dense.parameters()}.isdisjoint(map(id, layer.parameters()))
-
-
 @pytest.mark.parametrize("what", [host.STEP, host.ONE_THREAD])
 def test_a_step_has_all_gradients_and_leaves_none(what: str) -> None:
     """In "one thread" autograd runs without its own."""
@@ -158,14 +149,7 @@ def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyP
 # Tables
 
 
-def test_tables_of_files_with_and_without_parts() -> None:
-    old = {"what": "step alone", "layer": "twell auto", "m": 2048, "chosen": "union"}
-    old |= {"host_us": 1160.2, "waited_ms": 1.5514, "replay_ms": None}
-    assert host.tables([old]).splitlines() == [
-        "|  | tokens | layer | host, us | waited for |",
-        "|---|--:|---|--:|--:|",
-        "| step alone | 2,048 | twell auto (union) | 1,160 | 1,551 |",
-    ]
+def test_tables_of_parts() -> None:
     calls = [
         host.Row("host", "step", "topic29", layer, 2048, 2048, 5632, True, chosen, host_us, host_over_dense=over)
         for layer, chosen, host_us, over in (("dense", "", 1527.1, None), ("auto", "union", 302.4, 0.198))

@@ -29,19 +29,6 @@ class TestTarget:
             f"profile_target: 1 call of {every.replace(',', ', ')}: nnz=10,skew=1, 130 tokens\n"
         )
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["ffn,nonsense"], "unknown operator nonsense; expected some of gate_pack, "),
-            (["ffn", "--m", "0"], "expected an integer of at least 1, got 0"),
-        ],
-    )
-    def test_refused(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(SystemExit) as error:
-            profile_target.main([*arguments, "--device", "cpu"])
-        assert error.value.code == 2
-        assert message in capsys.readouterr().err
-
 
 # Scripts
 
@@ -94,18 +81,6 @@ def script(
 
 
 class TestScripts:
-    def test_refused(self, tools: Path, tmp_path: Path) -> None:
-        done = script("ncu.sh", "ffn", "--kernel", "GatePack*", tools=tools, cwd=tmp_path)
-        assert done.returncode == 2
-        said = "ncu.sh: --kernel takes the name of a kernel or regex:EXPRESSION, got GatePack*"
-        assert done.stderr.startswith(said)
-        # no kernel matched
-        stand_in(tools, "ncu", report="")
-        done = script("ncu.sh", "unpack", tools=tools, cwd=tmp_path, python="true")
-        assert done.returncode == 2
-        assert done.stderr.startswith("ncu.sh: nothing was measured: no kernel matched regex:cute_kernels|^twell_")
-
-    @pytest.mark.nightly
     def test_ncu(self, tools: Path, tmp_path: Path) -> None:
         log = stand_in(tools, "ncu", report=".ncu-rep")
         arguments = ["up_down", *TINY, "--launch-skip", "1", "--launch-count", "2", "--kernel", "up_down"]
@@ -129,17 +104,6 @@ class TestScripts:
         assert second == "ncu --import out/a.ncu-rep --page details --print-summary per-kernel"
         assert [p.name for p in (tmp_path / "out").iterdir()] == ["a.ncu-rep"]
         assert done.stdout.startswith("profile_target: 3 calls of up_down")
-
-    def test_nsys(self, tools: Path, tmp_path: Path) -> None:
-        log = stand_in(tools, "nsys", report=".nsys-rep")
-        done = script("nsys.sh", "unpack", *TINY, "-o", "out/a", tools=tools, cwd=tmp_path, python="true")
-        assert done.returncode == 0, done.stderr
-        profiled, *tables = log.read_text().splitlines()
-        for option in ("--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"):
-            assert option in profiled
-        assert [line.split()[1] for line in tables] == ["stats", "stats"]
-        assert all(line.endswith("out/a.nsys-rep") for line in tables)
-        assert tables[1].split()[-3:-1] == ["--output", "out/a"]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[list[str], Any]] = {
     "serve-check": (["model"], serve_check),
     "tune": ([], tune),
 }
-PROGRAMS = ("profiling.bench", "profiling.record", "train", "relufy")
+EXAMPLES = ("train", "relufy")
 # words that the help has
 HELP = {
     "": "demo info analyze serve-check tune --version",
@@ -90,7 +90,7 @@ def change(model: Path, changes: dict[str, Any]) -> None:
 
 def status(command: str = "", *arguments: str) -> Any:
     try:
-        if command in PROGRAMS:
+        if "." in command or command in EXAMPLES:
             return importlib.import_module(command).main(list(arguments))
         return cli.main([command, *arguments] if command else [])
     except SystemExit as stopped:
