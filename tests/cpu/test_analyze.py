@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
-import json
 import math
 import re
 import shutil
@@ -360,25 +359,6 @@ def test_command_repeats(llama: Path, words: Path, tmp_path: Path, capsys: pytes
     assert kept[0] == kept[1]
 
 
-def test_checkpoints_of_the_papers_code_have_the_figures_of_the_stock_model(
-    words: Path, tmp_path: Path, llama: Path
-) -> None:
-    """It stores down weights by rows, under the stock model's name."""
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "sparse"
-    shutil.copytree(llama, folder)
-    config = json.loads((folder / "config.json").read_text()) | {"hidden_act": "silu", "sparsity_l1_coeff": 2e-5}
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
-    weights = {name: t.T.contiguous() if "down_proj" in name else t for name, t in weights.items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    tables = [tmp_path / "stock.csv", tmp_path / "sparse.csv"]
-    for model, table in zip((llama, folder), tables, strict=True):
-        run(analyze, model, "--text", words, "--tokens", 300, "--csv", table)
-    assert rows_of(tables[0]) == rows_of(tables[1])
-
-
 def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved_models.save(tmp_path / "silu", hidden_act="silu")
     # an error stood in place of the answer where a file was asked for
@@ -403,7 +383,7 @@ def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert f"figures before any training with {named}" in printed
 
 
-def test_weights_that_are_missing_or_cut_short_are_an_error(words: Path, tmp_path: Path, llama: Path) -> None:
+def test_weights_that_are_missing_are_an_error(words: Path, tmp_path: Path, llama: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "part"
@@ -412,10 +392,6 @@ def test_weights_that_are_missing_or_cut_short_are_an_error(words: Path, tmp_pat
     del weights["model.layers.1.mlp.gate_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RequestError, match=r"none for model\.layers\.1\.mlp\.gate_proj\.weight"):
-        run(analyze, folder, "--text", words, "--tokens", 300)
-    content = (llama / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(RequestError, match="MODEL: "):
         run(analyze, folder, "--text", words, "--tokens", 300)
 
 
@@ -438,16 +414,6 @@ def test_activations_without_a_stock_class_are_read(
     config.write_text(config.read_text().replace("hidden_act_param", "other"))
     with pytest.raises(RequestError, match=r"MODEL: expected a model that can be read .* must have its threshold"):
         run(analyze, folder, "--text", words, "--tokens", 300)
-
-
-@pytest.mark.parametrize("kind", ["nemotron", "phi3"])
-def test_squared_relu_is_reported(kind: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved_models.save(tmp_path / kind, kind, hidden_act="relu2", pad_token_id=0)
-    assert run(analyze, folder, "--text", words, "--tokens", 300, "--csv", tmp_path / "a.csv") == 0
-    assert "3 squared ReLU FFN layers; " in capsys.readouterr().out
-    rows = rows_of(tmp_path / "a.csv")
-    assert {row["activation"] for row in rows} == {"relu2"}
-    assert all(0 < float(row["mean"]) < float(row["n"]) for row in rows)
 
 
 def test_the_verdict_names_calls_gpu_and_figures() -> None:

@@ -6,17 +6,16 @@ After each of these a layer must compute the result of its children (nn.Linear, 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ffns import BF16, K, N
-from layer_checks import MODULES, STRATEGIES, Module, agrees, close, tokens
+from layer_checks import MODULES, STRATEGIES, Module, agrees, tokens
 from torch import Tensor, nn
 
-from twell.nn import SparseGatedMLP, SparseMLP, explain, set_down_layout
+from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 
 
 @pytest.fixture(autouse=True)
@@ -176,51 +175,3 @@ def test_inference_mode_all_along(cls: Module, strategy: Any) -> None:
 
 
 # construction without memory, devices and dtypes
-
-
-@pytest.mark.parametrize(
-    ("cls", "how", "copies"),
-    [(SparseGatedMLP, "to_empty", True), (SparseMLP, "assign", False), (SparseGatedMLP, "parameters", True)],
-)
-def test_meta_construction(cls: Module, how: str, copies: bool) -> None:
-    with torch.device("meta"):
-        mlp = cls(K, N, True, dtype=BF16)
-    if copies:
-        mlp = pickle.loads(pickle.dumps(copy.deepcopy(mlp)))
-    state = new_state(cls(K, N, True, dtype=BF16))
-    # a call before the weights are loaded is an error and leaves nothing behind
-    with pytest.raises(ValueError, match="must be on cpu as x is, got meta"):
-        mlp(tokens())
-    if how == "to_empty":
-        mlp.to_empty(device="cpu")
-        mlp.load_state_dict(state)
-    elif how == "assign":
-        mlp.load_state_dict(state, assign=True)
-    else:
-        as_replaced_parameters(mlp, state)
-    assert all(torch.equal(tensor, state[name]) for name, tensor in mlp.state_dict().items())
-    agrees(mlp)
-    if how != "parameters":
-        assert mlp.down_proj.weight.is_contiguous()
-
-
-def test_accelerate_places_and_offloads() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    model = nn.Sequential(SparseGatedMLP(K, N, dtype=BF16, strategy="row"), SparseMLP(K, N, dtype=BF16, strategy="row"))
-    with torch.no_grad():
-        expected = model(tokens())
-    placed = accelerate.dispatch_model(copy.deepcopy(model), {"": "cpu"}, force_hooks=True)
-    with torch.no_grad():
-        # if every weight is on its device nothing changes, and the layers stay sparse
-        assert torch.equal(placed(tokens()), expected)
-        assert not any(choice.strategy == "dense" for choice in explain(placed).rows)
-        offloaded = accelerate.cpu_offload(copy.deepcopy(model), torch.device("cpu"))
-        close(offloaded(tokens()), expected)
-    with accelerate.init_empty_weights():
-        empty = nn.Sequential(
-            SparseGatedMLP(K, N, dtype=BF16, strategy="row"), SparseMLP(K, N, dtype=BF16, strategy="row")
-        )
-    for name, tensor in model.state_dict().items():
-        accelerate.utils.set_module_tensor_to_device(empty, name, "cpu", tensor.contiguous())
-    with torch.no_grad():
-        assert torch.equal(empty(tokens()), expected)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +46,11 @@ _OPT = {**_SIZES, "ffn_dim": N, "word_embed_proj_dim": K, "init_std": 0.2, "drop
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _LLAMA),
     "llama-bias": ("LlamaConfig", "LlamaForCausalLM", {**_LLAMA, "mlp_bias": True, "tie_word_embeddings": True}),
-    "llama-base": ("LlamaConfig", "LlamaModel", _LLAMA),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _LLAMA),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_LLAMA, "head_dim": 8}),
-    "mistral": ("MistralConfig", "MistralForCausalLM", {**_LLAMA, "sliding_window": None}),
     "gemma": ("GemmaConfig", "GemmaForCausalLM", {**_LLAMA, "head_dim": 8}),
     "nemotron": ("NemotronConfig", "NemotronForCausalLM", _LLAMA),
     "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
-    "opt-post": ("OPTConfig", "OPTForCausalLM", {**_OPT, "do_layer_norm_before": False, "enable_bias": False}),
-    "opt-base": ("OPTConfig", "OPTModel", _OPT),
 }
-EACH = pytest.mark.parametrize("name", MODELS)
 
 
 def stock(name: str, seed: int = 0, **changes: Any) -> Any:
@@ -96,26 +89,6 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "transformers"):
         yield caplog
     logger.propagate = before
-
-
-@EACH
-def test_same_logits_and_gradients(name: str) -> None:
-    dense = stock(name)
-    ours = copy.deepcopy(dense)
-    keys, parameters = list(ours.state_dict()), dict(ours.named_parameters())
-    assert sparsify(ours, strategy="union") is ours
-    assert len(layers(ours)) == 2
-    assert list(ours.state_dict()) == keys
-    after = dict(ours.named_parameters())
-    assert after.keys() == parameters.keys()
-    assert all(after[key] is parameters[key] for key in parameters)
-    assert stored_as_linear(ours)
-    for model in (dense, ours):
-        out(model).square().sum().backward()
-    # relu and the sums around it are the same code in fp32
-    assert torch.equal(out(ours), out(dense))
-    for key, p in dense.named_parameters():
-        torch.testing.assert_close(parameters[key].grad, p.grad, rtol=1e-3, atol=1e-4, msg=key)
 
 
 @pytest.mark.parametrize(
@@ -772,17 +745,11 @@ def test_a_compacted_model_is_saved_and_loaded(kind: str, keep_removed: bool, tm
 
 # Models in servers and trainers
 
-SUBJECTS: dict[str, Callable[[], Any]] = {
-    "sparsified": lambda: sparsify(stock("llama")),
-    "opt": lambda: sparsify(stock("opt")),
-}
-SUBJECT = pytest.mark.parametrize("subject", SUBJECTS)
 
-
-@SUBJECT
+@pytest.mark.parametrize("kind", ["llama", "opt"])
 @pytest.mark.parametrize("cache", [None, "static"])
-def test_generate_gives_the_dense_models_tokens(subject: str, cache: str | None) -> None:
-    dense, model = stock("opt" if subject == "opt" else "llama"), SUBJECTS[subject]()
+def test_generate_gives_the_dense_models_tokens(kind: str, cache: str | None) -> None:
+    dense, model = stock(kind), sparsify(stock(kind))
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
     for batch, length in ((1, 1), (3, 5)):
         start = prompt(batch, length)
@@ -793,26 +760,11 @@ def test_generate_gives_the_dense_models_tokens(subject: str, cache: str | None)
         assert torch.equal(one, other)
 
 
-@SUBJECT
-def test_copies_training_and_later_weights(subject: str) -> None:
-    model = SUBJECTS[subject]()
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_weights_stay_when_more_are_loaded(kind: str) -> None:
+    model = sparsify(stock(kind))
     expected = out(model)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(other) is type(model)
-        assert stored_as_linear(other)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.5)
-        assert torch.equal(out(other), expected)
-    # as when more weights are loaded
-    other.init_weights()
-    assert torch.equal(out(other), expected)
-    other.resize_token_embeddings(VOCABULARY + 3)
-    assert torch.equal(out(other)[..., :VOCABULARY], expected)
-    dense, model = stock("opt" if subject == "opt" else "llama").train(), SUBJECTS[subject]().train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for m in (dense, model):
-        m(input_ids=prompt(), labels=prompt(), use_cache=False).loss.backward()
-    grads = dict(dense.named_parameters())
-    for key, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, grads[key].grad, rtol=1e-3, atol=1e-4, msg=key)
+    model.init_weights()
+    assert torch.equal(out(model), expected)
+    model.resize_token_embeddings(VOCABULARY + 3)
+    assert torch.equal(out(model)[..., :VOCABULARY], expected)
