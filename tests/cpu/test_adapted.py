@@ -425,15 +425,6 @@ def test_transforms_differentiate_the_children(runs: list[tuple[str, int]]) -> N
     assert error(ours, torch.autograd.functional.jacobian(by_peft(model), x)) <= 1e-13
 
 
-def test_down_layouts_leave_results_alone() -> None:
-    model = adapted()
-    expected = results(model, tokens())
-    twell.nn.set_down_layout(model, "rows")
-    assert layer_of(model).down_proj.weight.t().is_contiguous()
-    for name, value in results(model, tokens()).items():
-        assert torch.equal(value, expected[name]), name
-
-
 # sparsify_
 
 

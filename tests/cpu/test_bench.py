@@ -288,12 +288,7 @@ def test_decode_has_the_compiled_dense_layer_by_the_mode_asked_for(
 
     def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         modes.append((function, options["mode"]))
-
-        def run(*operands: Any, **more: Any) -> Any:
-            called.append(function)
-            return function(*operands, **more)
-
-        return run
+        return lambda *operands, **more: called.append(function) or function(*operands, **more)
 
     monkeypatch.setattr(torch, "compile", compiled)
     mode = "max-autotune-no-cudagraphs"

@@ -216,15 +216,6 @@ def test_the_same_model_without_the_screen(subject: Subject, monkeypatch: pytest
         (f"{kind} eager", "") for kind in ("dense", "sparse", "unscreened")
     ]
     assert screens == [("sparse", {"auto"}), ("unscreened", {"off"})]
-    # compiled ones keep it off
-    first, second = (
-        models_run.Forward(subject.for_inference(), ("unscreened", "auto", compiled), 2, False)
-        for compiled in (False, True)
-    )
-    second.take_choices(first)
-    for one, other in zip(first.layers.values(), second.layers.values(), strict=True):
-        assert other.screen == "off"
-        assert other._auto is not one._auto
 
 
 def settings(**changes: Any) -> Settings:

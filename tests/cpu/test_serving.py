@@ -5,14 +5,13 @@ After each of these a layer must compute the result of its children (nn.Linear, 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from ffns import BF16, K, N
-from layer_checks import MODULES, STRATEGIES, Module, agrees, tokens
+from layer_checks import MODULES, Module, agrees, tokens
 from torch import Tensor, nn
 
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
@@ -149,29 +148,6 @@ def test_a_weight_of_the_other_layout_is_refused(cls: Module) -> None:
 
 
 # inference mode
-
-
-@MODULES
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_inference_mode_all_along(cls: Module, strategy: Any) -> None:
-    with torch.inference_mode():
-        mlp = cls(K, N, True, dtype=BF16, strategy=strategy)
-        for load in LOADERS:
-            if load is not swapped:  # torch refuses to swap there
-                load(mlp, new_state(mlp))
-            agrees(mlp)
-        y, aux = mlp(tokens(), return_aux=True)
-        assert y.is_inference()
-        assert aux.l1.is_inference()
-        linears = [nn.Linear(K, N, dtype=BF16) for _ in range(2 if cls is SparseGatedMLP else 1)]
-        agrees(cls.from_linear(*linears, nn.Linear(N, K, dtype=BF16)))
-        agrees(copy.deepcopy(mlp))
-    # weights made there work anywhere for inference
-    agrees(mlp)
-    with torch.no_grad():
-        assert torch.equal(mlp(tokens()), y)
-    with pytest.raises(RuntimeError, match=r"[Ii]nference tensors"):
-        mlp(tokens().requires_grad_()).float().sum().backward()
 
 
 # construction without memory, devices and dtypes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import warnings
 from typing import Any
 
 import pytest
@@ -260,40 +259,6 @@ def figures_of_ranks(device: torch.device, broadcast: bool, compiled: bool) -> N
 @pytest.mark.parametrize(("broadcast", "compiled"), [(True, False), (False, False), (True, True)])
 def test_figures_of_an_autoencoder(two: Run, broadcast: bool, compiled: bool) -> None:
     two(figures_of_ranks, broadcast, compiled)
-
-
-class InPlace(Block):
-    """A residual that is added in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.mlp(self.norm(x))
-        y += x
-        return y
-
-
-def in_place(device: torch.device, parallel: str, strategy: str) -> None:
-    """Hooks on a module's output survive an in-place change of it."""
-    whole = make(device)
-    for block in whole:
-        block.mlp.strategy = strategy
-    model = copy.deepcopy(whole)
-    for block in model:
-        block.__class__ = InPlace
-        if parallel == "fsdp":
-            fully_shard(block.mlp)
-    expected = train(whole, device, [0, 1])
-    wrapped = fully_shard(model) if parallel == "fsdp" else DistributedDataParallel(model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*view.*")
-        losses = train(wrapped, device, [dist.get_rank()])
-    same(model, whole)
-    same_losses(losses, expected, device)
-    assert parallel == "ddp" or all(isinstance(p, DTensor) for p in model.parameters())
-
-
-@pytest.mark.parametrize(("parallel", "strategy"), [("ddp", "dense"), ("fsdp", "union")])
-def test_an_output_may_be_changed_in_place(two: Run, parallel: str, strategy: str) -> None:
-    two(in_place, parallel, strategy)
 
 
 def test_fsdp_from_meta_in_mixed_precision_with_figures(two: Run) -> None:

@@ -177,7 +177,6 @@ def refusals(device: torch.device) -> None:
     module = twell.nn.SparseMLP(HIDDEN, 24)
     with pytest.raises(ValueError, match=r"multiple of 8 .* got N = 24 over 2 ranks: \[12\] each"):
         parallelize_module(module, mesh, SparseMLPParallel())
-    assert type(module.up_proj.weight) is nn.Parameter
     module.strategy = "dense"
     parallelize_module(module, mesh, SparseMLPParallel())
     x = tokens().float().requires_grad_()

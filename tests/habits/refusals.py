@@ -23,7 +23,7 @@ from tests.habits.entries import ENTRIES, Block, Fused
 from tests.habits.habits import results, same
 from twell import distributed, float8, recipe, testing
 from twell.float8 import E4M3, Float8
-from twell.integrations import gemma_scope
+from twell.integrations import gemma_scope, layouts
 from twell.nn import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
 
 BF16 = torch.bfloat16
@@ -237,6 +237,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     "ops.up_down": (operator("up_down"), lambda: operands(*BEHIND)() | packed()),
     "ops.ffn": (operator("ffn"), operands(*LAYER, compression=8, strategy="row", site=None)),
     "ops.hybrid_forward": (operator("hybrid_forward"), operands(*LAYER, compression=8)),
+    "layouts.measured": (
+        lambda entries, **content: layouts.measured({"sparsity_figures": entries} | content, 2),
+        lambda: {"entries": [[1, 0.5, 0.75], [320, 1, 1]]},
+    ),
     "gemma_scope.load": (gemma_scope.load, None),
     "gemma_scope.save": (gemma_scope.save, None),
 }  # fmt: skip
