@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from profiling.bench.layers import module_of
-from profiling.bench.protocol import Cpu, Device, Gpu
+from profiling.bench.protocol import Device, Gpu
 from profiling.bench.report import Progress, Run, require_writable
 from profiling.bench.workloads import Source, parse
 from profiling.draw.common import markdown
@@ -328,7 +328,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print. Return 0, 1 if a kind of call failed, 2 if the file could not be written, 130 for Ctrl-C."""
     where = pick_device(arguments.device)
     require_writable(arguments.out)
-    device: Device = Cpu() if where.type == "cpu" else Gpu(where)
+    device: Device = Device() if where.type == "cpu" else Gpu(where)
     sources = parse(arguments.workload)
     # read after the first measurement, when the clocks are up
     machine = functools.cache(lambda: testing.machine_line(where))

@@ -16,7 +16,7 @@ from profiling.bench import DESCRIPTION, report
 from profiling.bench.decode import DECODED
 from profiling.bench.energy import EnergyMeter, open_meter
 from profiling.bench.layers import INVARIANT, OPS, SCREENED, STRATEGIES, Options
-from profiling.bench.protocol import Ceilings, Cpu, Device, Gpu
+from profiling.bench.protocol import Ceilings, Device, Gpu
 from profiling.bench.rows import COLUMNS, LayerRow, named
 from profiling.bench.runner import DTYPES, Job, Runner
 from profiling.bench.workloads import EXPLAINED, NAMED, parse
@@ -244,7 +244,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     options, jobs = request(arguments)
     with ExitStack() as stack:
-        device: Device = Cpu()
+        device: Device = Device()
         if arguments.device != "cpu":
             stack.enter_context(torch.cuda.device(torch.device(arguments.device)))
             device = Gpu(torch.device("cuda", torch.cuda.current_device()))

@@ -17,7 +17,7 @@ from torch import Tensor
 import twell
 from profiling.bench import report
 from profiling.bench.layers import SETTLING
-from profiling.bench.protocol import Cpu, Gpu
+from profiling.bench.protocol import Device, Gpu
 from profiling.bench.report import Column, Progress
 from twell import float8, testing
 from twell.commands import timing, tune
@@ -147,7 +147,7 @@ def copies(first: Weights) -> list[Weights]:
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
     on = pick_device(arguments.device)
-    device = Gpu(on) if on.type == "cuda" else Cpu()
+    device = Gpu(on) if on.type == "cuda" else Device()
     with torch.inference_mode():
         ceilings, machine = device.ceilings(torch.bfloat16, 0.0)
     facts = {"machine": machine, "arguments": arguments, "copy_tbs": ceilings.memory / 1e12}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import twell
 from profiling.bench import report
-from profiling.bench.protocol import Cpu, Gpu
+from profiling.bench.protocol import Device, Gpu
 from profiling.bench.report import Column
 from twell import float8, testing
 from twell._activation import activation_of
@@ -185,7 +185,7 @@ class Layer:
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
     on = pick_device(arguments.device)
-    device = Gpu(on) if on.type == "cuda" else Cpu()
+    device = Gpu(on) if on.type == "cuda" else Device()
     rows: list[Row] = []
     ceilings, machine = device.ceilings(torch.bfloat16, 0.0)
     for name in arguments.shapes:

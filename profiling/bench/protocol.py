@@ -15,7 +15,7 @@ import dataclasses
 import gc
 import statistics
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Ceilings:
     l2: float
 
 
-class Queued(timing.Loop):
+class Queued(timing.Recording):
     """Calls in a row on the GPU; it has one before them, so that their queue is as it is after many."""
 
     def replay(self) -> Callable[[], float]:
@@ -60,7 +60,7 @@ class Queued(timing.Loop):
         torch.cuda.synchronize()
 
 
-class Waited(timing.Loop):
+class Waited(timing.Recording):
     """Calls that are waited for one by one, by the host's clock."""
 
     def replay(self) -> Callable[[], float]:
@@ -75,7 +75,7 @@ class Waited(timing.Loop):
         return lambda: seconds * 1e3
 
 
-class Launched(timing.Loop):
+class Launched(timing.Recording):
     """Calls in a row on an idle GPU, by the host's clock, which does not wait for them."""
 
     def replay(self) -> Callable[[], float]:
@@ -84,38 +84,42 @@ class Launched(timing.Loop):
         return super().replay()
 
 
-WAYS: dict[str, type[timing.Loop]] = {"queued": Queued, "waited": Waited, "host": Launched}
+WAYS: dict[str, type[timing.Recording]] = {"queued": Queued, "waited": Waited, "host": Launched}
 
 
-class Device(timing.Device, Protocol):
-    """The device of a benchmark: measures eager calls, memory, kernels and ceilings, too."""
+class Device(timing.Device):
+    """The device of a benchmark: measures eager calls, memory, kernels and ceilings, too. This is a CPU."""
 
     def eager(self, way: str, call: Call, copies: int) -> Recording:
-        """``call`` on each copy, outside of graphs, to be timed in one of ``WAYS``."""
-        ...
+        """``call`` on each copy, outside of graphs, to be timed in one of ``WAYS``: on a CPU these are one."""
+        return self.record(call, copies)
 
     def poison(self) -> None:
-        """Leave NaN in the memory of the next allocations."""
-        ...
+        """Leave NaN in the memory of the next allocations, where these can be foreseen."""
 
     def peak(self, call: Call) -> int | None:
         """Peak bytes of a call above its operands; None if unknown."""
-        ...
+        return None
 
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
         """Bytes that a forward pass saves for backward, without its operands and y; None if unknown."""
-        ...
+        return None
 
-    def kernel_times(self, call: Call, copies: int) -> dict[str, float]:
-        """Mean milliseconds of each kernel in one call, by symbol; "torch" is the rest."""
-        ...
+    def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
+        """Mean milliseconds of each kernel in one call, by symbol; "torch" is the rest, on a CPU all."""
+        samples = []
+        for i in range(rounds * copies):
+            start = self.clock()
+            call(i % copies)
+            samples.append((self.clock() - start) * 1e3)
+        return {"torch": statistics.mean(samples)}
 
     def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
-        """The ceilings, measured now, and the machine line."""
-        ...
+        """The ceilings, measured now, on a CPU by small matrices, and the machine line."""
+        return _ceilings(self, 256, 1 << 22, dtype, l2_tbs, 0.01)[0], testing.machine_line(self.torch_device)
 
 
-class Gpu(timing.Gpu):
+class Gpu(timing.Gpu, Device):
     """The current CUDA device, ``torch_device``."""
 
     def eager(self, way: str, call: Call, copies: int) -> Recording:
@@ -195,38 +199,6 @@ class Gpu(timing.Gpu):
         machine = testing.machine_line(self.torch_device)
         self.wait()
         return found, machine
-
-
-class Cpu(timing.Cpu):
-    """The CPU. ``clock`` gives seconds."""
-
-    def eager(self, way: str, call: Call, copies: int) -> Recording:
-        """The calls: all ways are one, as nothing runs asynchronously."""
-        return self.record(call, copies)
-
-    def poison(self) -> None:
-        """Do nothing: a CPU's next allocation is not predictable."""
-
-    def peak(self, call: Call) -> int | None:
-        """None: unknown."""
-        return None
-
-    def kept(self, forward: Callable[[int], Tensor]) -> int | None:
-        """None: unknown."""
-        return None
-
-    def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
-        """The whole call as "torch": there are no kernels."""
-        samples = []
-        for i in range(rounds * copies):
-            start = self.clock()
-            call(i % copies)
-            samples.append((self.clock() - start) * 1e3)
-        return {"torch": statistics.mean(samples)}
-
-    def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
-        """Ceilings by a product of 256 x 256 matrices and a copy of 4 MiB."""
-        return _ceilings(self, 256, 1 << 22, dtype, l2_tbs, 0.01)[0], testing.machine_line(self.torch_device)
 
 
 def _ceilings(

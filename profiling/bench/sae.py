@@ -17,7 +17,7 @@ import twell
 from profiling.bench import report
 from profiling.bench.cli import COMPILE
 from profiling.bench.layers import SCREENED, SETTLING
-from profiling.bench.protocol import Cpu, Device, Gpu
+from profiling.bench.protocol import Device, Gpu
 from profiling.bench.report import Column, Progress
 from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Answer, Autoencoder, dense, draw
 from twell.commands import timing
@@ -194,7 +194,7 @@ class Measured:
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
     on = pick_device(arguments.device)
-    device: Device = Gpu(on) if on.type == "cuda" else Cpu()
+    device: Device = Gpu(on) if on.type == "cuda" else Device()
     arguments.compile = arguments.compile or ("default" if on.type == "cuda" else "none")
     report.require_writable(arguments.json)
     torch._dynamo.config.recompile_limit = 256

@@ -266,7 +266,7 @@ def test_the_fit_finds_the_terms(training: bool) -> None:
 
 
 def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = timing.Cpu()
+    cpu = timing.Device()
     assert tune.measured_strategies(problem(tune.LEAST_SCREENED - 1), cpu) == ("row", "union")
     gpu: Any = types.SimpleNamespace(torch_device=torch.device("cuda", 0))
     for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):

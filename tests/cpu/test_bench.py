@@ -16,7 +16,7 @@ from profiling.bench import cli, main
 from profiling.bench.decode import Decode
 from profiling.bench.energy import Energy
 from profiling.bench.layers import OPS, Options, TimedLayer
-from profiling.bench.protocol import Ceilings, Cpu
+from profiling.bench.protocol import Ceilings, Device
 from profiling.bench.report import Progress
 from profiling.bench.rows import LayerRow
 from profiling.bench.runner import Job, Runner
@@ -328,7 +328,7 @@ def test_ctrl_c_leaves_what_was_measured(
     assert path.read_text() == "old"
 
 
-class Known(Cpu):
+class Known(Device):
     """A device that reports memory."""
 
     def peak(self, call: Call) -> int | None:
@@ -394,7 +394,7 @@ def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cac
     """A sparse call reads the gate's weight and a few rows of the others."""
     monkeypatch.setattr("profiling.bench.decode.CALLS", 32)
 
-    class Cached(Cpu):
+    class Cached(Device):
         def copies_for(self, bytes_each: int) -> int:
             return timing.copies_for(bytes_each, cache)
 

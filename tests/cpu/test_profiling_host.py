@@ -14,7 +14,7 @@ from torch import Tensor
 from profiling import host
 from profiling.bench import protocol
 from profiling.bench.layers import module_of
-from profiling.bench.protocol import Cpu, Gpu
+from profiling.bench.protocol import Device, Gpu
 from profiling.draw.common import loads
 from twell import testing
 from twell.commands import timing
@@ -105,7 +105,7 @@ def test_a_layer_with_another_result_is_not_timed() -> None:
     with torch.no_grad():
         layers["row"].up_proj.weight *= 1.05
     with pytest.raises(RuntimeError, match=r"row differs from dense by 4\.7%"):
-        host.measured(Cpu(), row, layers, problem.x, {"host": 1}, 1e-3)
+        host.measured(Device(), row, layers, problem.x, {"host": 1}, 1e-3)
 
 
 @pytest.mark.parametrize("what", [host.STEP, host.ONE_THREAD])
@@ -126,7 +126,7 @@ def test_a_step_has_all_gradients_and_leaves_none(what: str) -> None:
             return y
 
     layer = Watched(module_of(problem, "union"))
-    host.measured(Cpu(), host.Row("host", what, "", "", 16, K, N), {"dense": layer}, problem.x, {"host": 1}, 1e-3)
+    host.measured(Device(), host.Row("host", what, "", "", 16, K, N), {"dense": layer}, problem.x, {"host": 1}, 1e-3)
     assert set(threads) == {what == host.STEP}
     assert torch.autograd.is_multithreading_enabled()
     assert set(found) == {(16, K), (N, K), (K, N)}
@@ -141,7 +141,7 @@ def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyP
     problem = testing.integer_problem(16, K, N)
     layer, row = module_of(problem, "auto"), host.Row("replay", host.FORWARD, "w", "", 16, K, N)
     layers = {"dense": host.Dense(layer), "auto": layer}
-    _, auto = host.measured(Cpu(), row, layers, problem.x, {"queued": 1, "replay": 1}, 1.0)
+    _, auto = host.measured(Device(), row, layers, problem.x, {"queued": 1, "replay": 1}, 1.0)
     assert (auto.queued_ms, auto.replay_queued_ms) == (0.5, 0.5)
     assert (auto.queued_over_dense, auto.queued_over_replay) == (0.5, 1.0)
 

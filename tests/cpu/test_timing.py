@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from profiling.bench.protocol import Cpu
+from profiling.bench.protocol import Device
 from twell import testing
-from twell.commands.timing import Graph, Loop, copies_for, measure, spread
+from twell.commands.timing import Graph, Recording, copies_for, measure, spread
 
 
 class Recorded:
@@ -98,7 +98,7 @@ def test_loop_calls_on_every_copy() -> None:
         called.append(f"warm {i}")
         return ()
 
-    loop = Loop(call, 3, warm, Clock(0.5))
+    loop = Recording(call, 3, warm, Clock(0.5))
     assert called == ["warm 0", "warm 1", "warm 2"]
     span = loop.replay()
     assert called[3:] == ["call 0", "call 1", "call 2"]
@@ -118,7 +118,7 @@ def test_outputs_of_a_graph_are_spoiled_in_any_layout() -> None:
 
 
 def test_ceilings_are_rates_of_a_product_and_a_copy() -> None:
-    ceilings, machine = Cpu(Clock(0.001)).ceilings(torch.bfloat16, 7.3)
+    ceilings, machine = Device(Clock(0.001)).ceilings(torch.bfloat16, 7.3)
     # 1 ms a replay: two products, or one copy that reads and writes 4 MiB
     assert math.isclose(ceilings.flops, 2 * 2 * 256**3 / 0.001)
     assert math.isclose(ceilings.memory, 2 * (1 << 22) / 0.001)

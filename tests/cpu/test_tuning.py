@@ -544,7 +544,7 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     """The whole command, on a CPU whose name is that of a GPU: without time, with time for a layer, with enough."""
     monkeypatch.setattr(testing, "machine_line", lambda *_: MACHINE)
     arguments = argparse.Namespace(shape=None, kinds=["gated", "training"], budget_s=0.0)
-    assert tune.tune(arguments, timing.Cpu()) == 1
+    assert tune.tune(arguments, timing.Device()) == 1
     printed = capsys.readouterr().out
     assert "out of time before" in printed
     assert printed.endswith("\nincomplete: 0 of 2 layers; run again with --budget-s 3600\n")
@@ -558,14 +558,14 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
         yield from rows[:2]
 
     monkeypatch.setattr(tune, "measure", first_layer)
-    assert tune.tune(arguments, timing.Cpu()) == 1
+    assert tune.tune(arguments, timing.Device()) == 1
     printed = capsys.readouterr().out
     assert '; "auto" uses it in processes that start now\nincomplete: 1 of 2 layers; ' in printed
     assert printed.endswith("run again with --budget-s 4000\n")
     assert tables.in_use(CUDA).measured == {(False, True)}
 
     monkeypatch.setattr(tune, "measure", lambda *_, **others: iter(rows))
-    assert tune.tune(arguments, timing.Cpu()) == 0
+    assert tune.tune(arguments, timing.Device()) == 0
     forget()
     table = tables.in_use(CUDA)
     assert {key: set(nodes) for key, nodes in table.costs.items() if key[1]} == {
@@ -621,7 +621,7 @@ def test_the_generator_measures_the_same_way(
 ) -> None:
     """And writes a table from the rows of several files, of one GPU."""
     machine = "NVIDIA H200 (132 SMs, 140 GiB); SM 1980 MHz now, 1980 most, memory 3201 MHz, 700 W; torch 2.11.0"
-    monkeypatch.setattr(tune, "gpu", lambda name: timing.Cpu())
+    monkeypatch.setattr(tune, "gpu", lambda name: timing.Device())
     out, table, more, other = (tmp_path / name for name in ("rows.json", "table.json", "more.json", "other.json"))
     arguments = ["--out", str(out), "--kinds", "gated", "--patterns", "topic", "uniform", "--seconds", "0"]
     assert shipped.main(arguments) == 0
@@ -727,7 +727,7 @@ def test_held_out_points_are_measured(tmp_path: Path, monkeypatch: pytest.Monkey
 
     calls = (Problem(130, 32, 264, True, False), Problem(130, 32, 264, False, True))
     few = [held_out.Point(call, testing.Workload(9.0, neuron_sigma=1.0)) for call in calls]
-    monkeypatch.setattr(tune, "gpu", lambda name: timing.Cpu())
+    monkeypatch.setattr(tune, "gpu", lambda name: timing.Device())
     monkeypatch.setattr(held_out, "points", lambda: few)
     monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
     out = tmp_path / "out.json"

@@ -9,7 +9,7 @@
   number, 10 to 200, is timed.
 - A time is the median of its replays; its spread is from the 10th to the 90th percentile.
 
-``Gpu`` and ``Cpu`` have one interface. On a CPU a replay is the calls themselves between two readings of a clock: its
+``Gpu`` is a ``Device``. On a CPU a replay is the calls themselves between two readings of a clock: its
 times only show that a measurement runs.
 """
 
@@ -19,7 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,26 +39,37 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-class Recording(Protocol):
-    """Calls on every copy of the operands, for replay; ``outputs`` are those of the last copy."""
+class Recording:
+    """Calls on every copy of the operands, for replay; ``outputs`` are those of the last copy.
 
-    copies: int
-    outputs: tuple[Tensor, ...]
+    Without a GPU: the calls themselves, timed by ``clock``, in seconds.
+    """
+
+    def __init__(
+        self, call: Call, copies: int, warm: Call | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.copies, self._call, self._clock = copies, call, clock
+        self.outputs: tuple[Tensor, ...] = ()
+        for i in range(copies):
+            (warm or call)(i)
 
     def replay(self) -> Callable[[], float]:
-        """Run the calls. The returned function gives their milliseconds after ``wait``."""
-        ...
+        """Call on every copy. The returned function gives their milliseconds after ``wait``."""
+        start = self._clock()
+        for i in range(self.copies):
+            self.outputs = self._call(i)
+        milliseconds = (self._clock() - start) * 1e3
+        return lambda: milliseconds
 
     def wait(self) -> None:
         """Wait for all replays."""
-        ...
 
     def spoil(self) -> None:
-        """Fill the outputs with NaN, so that an element that the next replay does not write shows."""
-        ...
+        """Drop the outputs, or fill them with NaN, so that an element that the next replay does not write shows."""
+        self.outputs = ()
 
 
-class Graph:
+class Graph(Recording):
     """A recording in a CUDA graph. ``warm`` replaces ``call`` in the calls before the capture."""
 
     def __init__(self, call: Call, copies: int, warm: Call | None = None) -> None:
@@ -97,33 +108,6 @@ class Graph:
 def events() -> tuple[Any, Any]:
     """Two CUDA events with times."""
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-class Loop:
-    """A recording without a GPU: the calls themselves, timed by ``clock``, in seconds."""
-
-    def __init__(
-        self, call: Call, copies: int, warm: Call | None = None, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.copies, self._call, self._clock = copies, call, clock
-        self.outputs: tuple[Tensor, ...] = ()
-        for i in range(copies):
-            (warm or call)(i)
-
-    def replay(self) -> Callable[[], float]:
-        """Call on every copy."""
-        start = self._clock()
-        for i in range(self.copies):
-            self.outputs = self._call(i)
-        milliseconds = (self._clock() - start) * 1e3
-        return lambda: milliseconds
-
-    def wait(self) -> None:
-        """Return at once: nothing runs asynchronously."""
-
-    def spoil(self) -> None:
-        """Drop the outputs: a replay makes new ones."""
-        self.outputs = ()
 
 
 def measure(recordings: Mapping[str, Recording], seconds: float, least: int = LEAST_ROUNDS) -> dict[str, list[float]]:
@@ -169,25 +153,26 @@ def copies_for(bytes_each: int, cache: int) -> int:
     return min(max(2, math.ceil(2 * cache / bytes_each)), MOST_COPIES)
 
 
-class Device(Protocol):
-    """The device of a measurement."""
+class Device:
+    """The device of a measurement: the CPU, whose ``clock`` gives seconds."""
 
-    torch_device: torch.device
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.torch_device = torch.device("cpu")
+        self.clock = clock
 
     def copies_for(self, bytes_each: int) -> int:
-        """The number of copies of ``bytes_each`` that are at least twice the last cache."""
-        ...
+        """The number of copies of ``bytes_each`` that are at least twice the last cache, which a CPU's need not be."""
+        return copies_for(bytes_each, 0)
 
     def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
-        """Record ``call`` on each copy."""
-        ...
+        """Record ``call`` on each copy; ``warm`` replaces it before."""
+        return Recording(call, copies, warm, self.clock)
 
     def wait(self) -> None:
         """Wait for all queued work."""
-        ...
 
 
-class Gpu:
+class Gpu(Device):
     """The current CUDA device, ``torch_device``."""
 
     def __init__(self, torch_device: torch.device) -> None:
@@ -204,22 +189,3 @@ class Gpu:
     def wait(self) -> None:
         """Wait for the GPU."""
         torch.cuda.synchronize()
-
-
-class Cpu:
-    """The CPU. ``clock`` gives seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.torch_device = torch.device("cpu")
-        self.clock = clock
-
-    def copies_for(self, bytes_each: int) -> int:
-        """The fewest copies: no cache needs to be avoided."""
-        return copies_for(bytes_each, 0)
-
-    def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
-        """The calls themselves."""
-        return Loop(call, copies, warm, self.clock)
-
-    def wait(self) -> None:
-        """Return at once: nothing runs asynchronously."""
