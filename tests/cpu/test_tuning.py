@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -577,31 +576,6 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     assert "times are predicted within" in printed
     assert f'wrote {table.file}; "auto" uses it in processes that start now' in printed
     assert "incomplete" not in printed
-
-
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It stays below the lines, and is gone at the end."""
-    now = 0.0
-    monkeypatch.setattr(tune.time, "monotonic", lambda: now)
-    monkeypatch.setattr(tune.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    bar = tune.Progress(4, budget_s=300.0)
-    now = 30.0
-    bar.show("a line")
-    bar.advance()
-    assert capsys.readouterr().out == "a line\n"
-    now = 280.0
-    bar.advance()
-    bar.end()
-    assert (
-        capsys.readouterr().err.replace("\r\x1b[K", "|").endswith(f"|[{'#' * 20}{'.' * 20}] 2 of 4 steps, 20 s left|")
-    )
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
-    bar = tune.Progress(4, budget_s=300.0)
-    bar.show("a line")
-    bar.advance()
-    bar.end()
-    assert capsys.readouterr() == ("a line\n", "")
 
 
 # Tables that people send

@@ -18,9 +18,7 @@ import argparse
 import datetime
 import itertools
 import math
-import shutil
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -263,19 +261,19 @@ def plan(
 
 
 def measure(
-    steps: Sequence[Step], device: timing.Device, *, budget_s: float, seconds: float = 0.05, show: Any = print
+    steps: Sequence[Step], device: timing.Device, *, budget_s: float, seconds: float = 0.05
 ) -> Iterator[list[dict[str, Any]]]:
-    """Measure step by step and yield the rows of each; begin none after ``budget_s`` seconds.
+    """Measure step by step, print a line for each and yield its rows; begin none after ``budget_s`` seconds.
 
-    ``seconds`` is the GPU time for the samples of one problem. ``show`` takes a line per step.
+    ``seconds`` is the GPU time for the samples of one problem.
     """
-    started = time.monotonic()
+    started, done = time.monotonic(), 0
     for (k, n), of_layer in itertools.groupby(steps, key=lambda step: step[:2]):
         layer_steps = list(of_layer)
         drawn: dict[str, FFN] = {}
         for step in layer_steps:
             if time.monotonic() - started > budget_s:
-                show(f"out of time before {step}")
+                print(f"out of time before {step}")
                 return
             for pattern in step.patterns:
                 if pattern not in drawn:
@@ -283,7 +281,10 @@ def measure(
                     drawn[pattern] = draw(pattern, most, k, n, device.torch_device)
             problems = {pattern: drawn[pattern].rows(0, step.m) for pattern in step.patterns}
             rows = measure_step(step, problems, device, seconds)
-            show(f"{time.monotonic() - started:4.0f} s  {step}  {_summary(rows)}")
+            done += 1
+            print(
+                f"{time.monotonic() - started:4.0f} s  {done:3} of {len(steps)}  {step}  {_summary(rows)}", flush=True
+            )
             yield rows
 
 
@@ -466,48 +467,6 @@ def report(table: tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
 # The command
 
 
-class Progress:
-    """A bar on stderr below the lines printed so far: the share of ``steps`` and the time that they may still take.
-
-    Where stderr is no terminal there are the lines alone.
-    """
-
-    def __init__(self, steps: int, budget_s: float) -> None:
-        self.steps, self.budget_s = steps, budget_s
-        self.done, self.started = 0, time.monotonic()
-        self.terminal = sys.stderr.isatty()
-        self._draw()
-
-    def show(self, line: str) -> None:
-        """Print a line above the bar."""
-        self.end()
-        print(line, flush=True)
-        self._draw()
-
-    def advance(self) -> None:
-        """Count a step."""
-        self.done += 1
-        self.end()
-        self._draw()
-
-    def end(self) -> None:
-        """Remove the bar."""
-        if self.terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    def _draw(self) -> None:
-        if not self.terminal:
-            return
-        passed = time.monotonic() - self.started
-        # steps of many tokens take longer, and come last for each layer
-        left = min(passed / max(self.done, 1) * (self.steps - self.done), self.budget_s - passed)
-        text = f"{self.done} of {self.steps} steps" + (f", {max(left, 0):.0f} s left" if self.done else "")
-        width = min(40, shutil.get_terminal_size().columns - len(text) - 4)
-        filled = round(width * self.done / self.steps)
-        bar = f"[{'#' * filled}{'.' * (width - filled)}] " if width >= 8 else ""
-        print(f"{bar}{text}", end="", file=sys.stderr, flush=True)
-
-
 def now() -> str:
     """The time as ISO 8601, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -562,15 +521,10 @@ def tune(arguments: argparse.Namespace, device: timing.Device) -> int:
         folder = cache.open_folder(tables.FOLDER)
     except (OSError, cache.UnsafeCacheError, ValueError) as error:
         raise RequestError(f"the table cannot be written: {error}") from error
-    machine, rows = testing.machine_line(device.torch_device), list[dict[str, Any]]()
+    machine = testing.machine_line(device.torch_device)
     steps = plan(arguments.shape, arguments.kinds)
-    progress = Progress(len(steps), arguments.budget_s)
-    try:
-        for found in measure(steps, device, budget_s=arguments.budget_s, show=progress.show):
-            rows += found
-            progress.advance()
-    finally:
-        progress.end()
+    measured = list(measure(steps, device, budget_s=arguments.budget_s))
+    rows = list(itertools.chain(*measured))
     costs = whole(fit(rows), steps)
     print(report(costs, rows))
     print(machine)
@@ -579,7 +533,7 @@ def tune(arguments: argparse.Namespace, device: timing.Device) -> int:
     else:
         path = tables.write(tables.Table(costs, machine, now()))
         print(f'wrote {path}; "auto" uses it in processes that start now')
-    if progress.done < len(steps):
+    if len(measured) < len(steps):
         layers, enough = len({key_of(step) for step in steps}), max(LONG_S, 2 * arguments.budget_s)
         print(f"incomplete: {len(costs)} of {layers} layers; run again with --budget-s {enough:g}")
         return 1
