@@ -37,7 +37,7 @@ from twell.commands.request import RequestError
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """Sizes of a Llama; embedding and output share a weight of ``vocab`` rows."""
+    """Sizes of a Llama; embedding and output share a weight of ``vocab`` rows. kv: heads of keys, 0: as many."""
 
     name: str
     layers: int
@@ -45,6 +45,7 @@ class LlamaSizes:
     neurons: int
     heads: int
     vocab: int = 49152
+    kv: int = 0
 
 
 PAPER = {name: LlamaSizes(name, *sizes) for name, sizes in testing.PAPER_MODELS.items()}
@@ -121,7 +122,7 @@ def profile(layers: int, mean: float) -> list[float]:
     return [mean * value * layers / sum(curve) for value in curve]
 
 
-def build(shape: LlamaSizes, sequence: int, device: torch.device) -> Any:
+def build(shape: LlamaSizes, sequence: int, device: torch.device | str) -> Any:
     """A bfloat16 model of these sizes in evaluation mode, its FFNs dense, before ``draw``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -134,7 +135,7 @@ def build(shape: LlamaSizes, sequence: int, device: torch.device) -> Any:
         intermediate_size=shape.neurons,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads,
+        num_key_value_heads=shape.kv or shape.heads,
         max_position_embeddings=sequence,
         tie_word_embeddings=True,
         bos_token_id=None,

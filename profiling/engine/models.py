@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from profiling.bench import models_random
+from profiling.bench.models_random import LlamaSizes
 from twell import testing
 from twell.commands import saved_model
 
@@ -23,30 +25,24 @@ _HEAD_SEED = 20
 PROMPTS = {2048: 64, 128: 512}
 
 
-class Drawn(NamedTuple):
-    """Sizes of a drawn model. heads are those of queries; keys and values have ``kv``."""
-
-    layers: int
-    hidden: int
-    neurons: int
-    heads: int
-    kv: int = 4
-    vocab: int = 32768
-
-
 # By name; the sizes of the paper's 1.5B model and of layers of Llama-3-8B.
-DRAWN = {"1.5B": Drawn(28, 2048, 5632, 16), "large": Drawn(16, 4096, 14336, 32), "tiny": Drawn(2, 2048, 5632, 16)}
-
-
+DRAWN = {
+    name: LlamaSizes(name, *sizes, vocab=32768, kv=4)
+    for name, sizes in {
+        "1.5B": (28, 2048, 5632, 16),
+        "large": (16, 4096, 14336, 32),
+        "tiny": (2, 2048, 5632, 16),
+    }.items()
+}
 NAMES = f"{', '.join(DRAWN)}, LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], or the folder of a saved model"
 
 
-def sizes(name: str) -> Drawn | None:
+def sizes(name: str) -> LlamaSizes | None:
     """The sizes of a drawn model of this name, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]; None for a folder."""
     if name in DRAWN or not re.fullmatch(r"\d+(x\d+){2,4}", name):
         return DRAWN.get(name)
     shape = models_random.parse_sizes(name)
-    return Drawn(shape.layers, shape.hidden, shape.neurons, shape.heads, min(4, shape.heads), shape.vocab)
+    return dataclasses.replace(shape, kv=min(4, shape.heads))
 
 
 def make(name: str, text: list[Path], device: str, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:
@@ -55,36 +51,17 @@ def make(name: str, text: list[Path], device: str, nnz: float | None = None) -> 
     return load(Path(name), text, device) if drawn is None else draw(drawn, device, nnz)
 
 
-def draw(drawn: Drawn, device: str, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:
+def draw(drawn: LlamaSizes, device: str, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:
     """A model of random weights in bfloat16, and ids of its prompts by their length."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from twell.integrations.transformers import sparsify
-
-    config = LlamaConfig(
-        hidden_act="relu",
-        vocab_size=drawn.vocab,
-        hidden_size=drawn.hidden,
-        intermediate_size=drawn.neurons,
-        num_hidden_layers=drawn.layers,
-        num_attention_heads=drawn.heads,
-        num_key_value_heads=drawn.kv,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=True,
-    )
-    with torch.device(device):
-        model = sparsify(LlamaForCausalLM(config), strategy="dense")
-    models_random.cast(model, torch.bfloat16)
+    model = models_random.build(drawn, LENGTH, device)
     pattern = models_random.Pattern(nnz or 29 / testing.PAPER_NEURONS * drawn.neurons)
-    shape = models_random.LlamaSizes("", *drawn[:4], drawn.vocab)
-    models_random.draw(model.eval(), models_random.draw_ids(shape, 64, 2048, pattern.topic, 0), pattern)
+    models_random.draw(model, models_random.draw_ids(drawn, 64, 2048, pattern.topic, 0), pattern)
     embedding = model.get_input_embeddings().weight.detach()
     normal = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED), device="cpu")
     model.lm_head.weight = torch.nn.Parameter(normal.to(embedding) * embedding.float().std().to(embedding.dtype))
     # other sequences than those of the thresholds
     return model, {
-        length: models_random.draw_ids(shape, count, length, pattern.topic, 3 + length)
+        length: models_random.draw_ids(drawn, count, length, pattern.topic, 3 + length)
         for length, count in PROMPTS.items()
     }
 
