@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,13 +135,3 @@ class Waits(TorchDispatchMode):
         waits = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "bincount", "lift_fresh")
         assert func._schema.name.removeprefix("aten::") not in waits, func
         return func(*args, **(kwargs or {}))
-
-
-def without_waiting(step: Callable[[int], None]) -> None:
-    """Run six steps on a GPU, of which the first two load kernels and the others must not wait for it."""
-    for number in range(6):
-        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
-        try:
-            step(number)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

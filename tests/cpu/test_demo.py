@@ -7,11 +7,12 @@ import re
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from twell import pack, testing
+from twell import pack, sparse_gated_ffn, testing
 from twell.commands import cli
 from twell.commands.demo import compare, corpus, demo, model
 from twell.commands.request import RequestError
@@ -99,33 +100,32 @@ def test_demo_repeats_for_steps_and_seed(folder: Path, capsys: pytest.CaptureFix
     assert min(abs(a - b) for a, b in zip(losses[0], losses[2])) > 2e-3
 
 
-def test_demo_fails_where_packing_is_wrong(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def one_row_lost(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    y = sparse_gated_ffn(*arguments, **keywords)
+    assert isinstance(y, torch.Tensor)
+    return y.index_fill(0, y.float().norm(dim=1).argmax(), 0)
+
+
+def spilled_elsewhere(*arguments: Any, **keywords: Any) -> PackedTwell:
+    packed = pack(*arguments, **keywords)
+    # tiles of an untrained model overflow
+    packed.spill.add_(1)
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "said"),
+    [
+        (spilled_elsewhere, "pack", "FAILED: sparse and dense disagree"),
+        (one_row_lost, "sparse_gated_ffn", "layer 0: worst-row error against float64: expected at most"),
+    ],
+)
+def test_demo_fails_where_something_is_wrong(
+    wrong: Any, name: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def corrupt(*arguments: object, **keywords: object) -> PackedTwell:
-        packed = pack(*arguments, **keywords)  # type: ignore[arg-type]
-        # tiles of an untrained model overflow
-        packed.spill.add_(1)
-        return packed
-
-    monkeypatch.setattr(compare, "pack", corrupt)
+    monkeypatch.setattr(compare, name, wrong)
     assert run_demo(folder, "--steps", "2") == 1
-    assert "FAILED: sparse and dense disagree" in capsys.readouterr().out
-
-
-def test_demo_fails_where_the_output_is_wrong(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    right = compare.sparse_gated_ffn
-
-    def one_row_lost(*arguments: object, **keywords: object) -> torch.Tensor:
-        y = right(*arguments, **keywords)  # type: ignore[arg-type]
-        assert isinstance(y, torch.Tensor)
-        return y.index_fill(0, y.float().norm(dim=1).argmax(), 0)
-
-    monkeypatch.setattr(compare, "sparse_gated_ffn", one_row_lost)
-    assert run_demo(folder, "--steps", "2") == 1
-    assert "layer 0: worst-row error against float64: expected at most" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

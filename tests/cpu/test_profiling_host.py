@@ -149,31 +149,13 @@ def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyP
 # Tables
 
 
-def test_tables_of_parts() -> None:
-    calls = [
-        host.Row("host", "step", "topic29", layer, 2048, 2048, 5632, True, chosen, host_us, host_over_dense=over)
-        for layer, chosen, host_us, over in (("dense", "", 1527.1, None), ("auto", "union", 302.4, 0.198))
-    ]
-    many = host.Row("replay", "step", "topic29", "auto", 16384, 2048, 5632, chosen="union", queued_ms=1.25)
-    many.queued_over_dense, many.replay_queued_ms, many.queued_over_replay = 0.25, 1.225, 1.0204
+def test_points_that_lose_are_counted() -> None:
     few = [
         host.Row("few", "forward", "topic", "auto", m, 1024, n, gated, queued_over_dense=q, waited_over_dense=w)
         for m, n, gated, q, w in ((1, 2816, True, 0.5, 1.0), (8, 2816, True, 1.021, 1.1), (8, 4096, False, 0.9, 1.02))
     ]
     failed = host.Row("few", "forward", "topic", "any", 1, 1024, 2816, red="no kernel")
-    said = host.tables([vars(row) for row in (*calls, many, *few, failed)]).splitlines()
-    assert said[:7] == [
-        *(host.CAPTIONS["host"], ""),
-        *("|  | step, 2,048 tokens |", "|---|--:|", "| dense | 1,527 |", "| auto | 302, **0.20**, union |"),
-        "",
-    ]
-    assert said[7] == host.CAPTIONS["replay"]
-    assert said[9:12] == [
-        "|  | tokens | layer | queued, us | over dense's | replays queued | queued over replays |",
-        "|---|--:|---|--:|--:|--:|--:|",
-        "| step | 16,384 | auto (union) | 1,250 | 0.25 | 1,225 | 1.020 |",
-    ]
-    assert said[-5:] == [
+    assert host.tables([vars(row) for row in (*few, failed)]).splitlines()[-5:] == [
         "|---|--:|--:|",
         "| 1,024 / 2,816 | 0.50 / 1.00 | 1.02 / 1.10 |",
         "| 1,024 / 4,096, no gate |  | 0.90 / 1.02 |",

@@ -31,7 +31,6 @@ from recipe_models import (
     plain_pass,
     plain_term,
     tracked,
-    without_waiting,
 )
 from torch import Tensor, nn
 
@@ -304,12 +303,12 @@ def test_inference_mode_and_autocast_are_tracked() -> None:
     assert tracker.read().layers[0].tokens == B * S
 
 
-def stepper(strategy: Any, device: str, dtype: torch.dtype) -> tuple[SparsityTracker, Any]:
-    """A tracker and its step, with everything that training does with figures."""
+@pytest.mark.parametrize(("strategy", "dtype"), [("dense", torch.float32), ("union", BF16)])
+def test_nothing_in_a_step_waits_for_the_device(strategy: Any, dtype: torch.dtype) -> None:
+    """With everything that training does with figures."""
     mlps = (SparseGatedMLP(K, N, strategy=strategy), SparseMLP(K, N, strategy=strategy))
-    model = Model(*mlps).to(device, dtype)
-    x = inputs(dtype=dtype)[0].to(device)
-    positions = torch.zeros(B, S, dtype=torch.int64, device=device)
+    model, (x,) = Model(*mlps).to(dtype), inputs(dtype=dtype)
+    positions = torch.zeros(B, S, dtype=torch.int64)
     recipe.record_aux(model)
     tracker = SparsityTracker(model, every=2)
 
@@ -320,24 +319,11 @@ def stepper(strategy: Any, device: str, dtype: torch.dtype) -> tuple[SparsityTra
         loss.backward()
         recipe.reinitialize_dead(model, tracker.dead(), step=number)
 
-    return tracker, run
-
-
-@pytest.mark.parametrize(("strategy", "dtype"), [("dense", torch.float32), ("union", BF16)])
-def test_nothing_in_a_step_waits_for_the_device(strategy: Any, dtype: torch.dtype) -> None:
-    tracker, run = stepper(strategy, "cpu", dtype)
     with Waits():
         for number in range(4):
             run(number)
     with pytest.raises(AssertionError, match=r"^aten\.(lift_fresh|_local_scalar_dense)"), Waits():
         tracker.read()
-
-
-@pytest.mark.gpu
-def test_nothing_in_a_step_waits_for_a_gpu() -> None:
-    tracker, run = stepper("auto", "cuda", BF16)
-    without_waiting(run)
-    assert [row.tokens for row in tracker.read().layers] == [B * S] * 2
 
 
 def ddp(rank: int, folder: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_models import Model, N, inputs, tracked
+from recipe_models import Model, inputs, tracked
 
 from twell import recipe
 from twell.recipe import StatsWriter, _writers
@@ -25,24 +25,6 @@ def stats_of(model: Model, **options: Any) -> recipe.SparsityStats:
 def table(path: Path) -> list[dict[str, str]]:
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_csv_has_a_line_per_layer(tmp_path: Path) -> None:
-    path, stats = tmp_path / "new" / "sparsity.csv", stats_of(Model())
-    writer = StatsWriter(path, tensorboard=False)
-    writer.write(10, stats)
-    writer.write(20, stats)
-    writer.close()
-    lines = table(path)
-    assert [(line["step"], line["layer"]) for line in lines] == [
-        (number, layer) for number in ("10", "20") for layer in ("blocks.0.mlp", "blocks.1.mlp")
-    ]
-    first = stats.layers[0]
-    assert float(lines[0]["l0"]) == pytest.approx(first.l0, rel=1e-5)
-    assert (lines[0]["neurons"], lines[0]["dead"], lines[0]["strategy"]) == (str(N), str(first.dead), "union")
-    assert float(lines[0]["l0_at_0"]) == pytest.approx(first.positions["0"], rel=1e-5)
-    # no token has such a place
-    assert lines[0]["l0_at_1024-"] == ""
 
 
 def test_csv_resumes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,8 +16,6 @@ from small_runs import SMALL
 from training import RequestError, data, whole
 from training.data import Sequences, Source
 
-from twell import _files
-
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 
@@ -115,21 +113,6 @@ def test_damaged_tokens_are_made_again(text: Path, tmp_path: Path, damage: str, 
     said.clear()
     assert data.prepare(Source((text,)), tmp_path, 300, 0.1, say=said.append) == made
     assert not said
-
-
-def test_tokens_are_on_the_disk_before_they_have_their_name(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sync, synced = _files.sync, set[str]()
-
-    def noted(path: Path) -> None:
-        assert not list(tmp_path.glob("tokens-*")) or Path(path) == tmp_path
-        synced.add(Path(path).name)
-        sync(path)
-
-    monkeypatch.setattr(_files, "sync", noted)
-    data.prepare(Source((text,)), tmp_path, 300, 0.1)
-    assert synced >= {"train.bin", "held.bin", "tokenizer.json", whole.MANIFEST, tmp_path.name}
 
 
 def test_other_ranks_wait_until_damaged_tokens_are_replaced(text: Path, tmp_path: Path) -> None:

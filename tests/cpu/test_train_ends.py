@@ -332,66 +332,6 @@ def test_what_is_lost_ends_the_run_before_it_is_saved(
     assert steps(tmp_path / "out") == ([1] if what == "gradient" else [])
 
 
-def train_until(command: list[str], where: tuple[str, int, bool]) -> None:
-    """Train, and kill this process before or after the given call of a function that saving a checkpoint makes."""
-    torch.set_num_threads(1)
-    name, left, after = where
-    owner, attribute = {
-        "tensors": (checkpoint.dcp, "save"),
-        "state": (torch, "save"),
-        "seal": (checkpoint, "seal"),
-        "rename": (Path, "rename"),
-        "remove": (shutil, "rmtree"),
-    }[name]
-    original = getattr(owner, attribute)
-
-    def deadly(*args: Any, **kwargs: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if not left and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **kwargs)
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, attribute, deadly)
-    sys.exit(train.main(command))
-
-
-@pytest.mark.nightly
-def test_killed_while_saving_loses_nothing(run: Callable[..., int], text: Path, cache: Path, tmp_path: Path) -> None:
-    arguments = ["--steps", 8, "--checkpoint-every", 1, "--keep", 2, *SPARSE]
-    assert run(*arguments, out="whole") == 0
-    # the function, the call at which the process dies, whether after it, and whether the step has been saved by then
-    deaths = [
-        (("tensors", 1, False), False),
-        (("tensors", 2, True), False),
-        # in the middle of the tensors, and behind them
-        (("state", 2, False), False),
-        (("state", 7, True), False),
-        (("seal", 1, False), False),
-        (("seal", 2, True), False),
-        # the first rename is of a file within
-        (("rename", 1, True), False),
-        (("rename", 2, False), False),
-        (("rename", 2, True), True),
-        # an older one is removed; the next run removes what is left of it
-        (("remove", 1, False), True),
-        (("remove", 1, True), False),
-        (("remove", 1, True), True),
-    ]
-    for where, saved in deaths:
-        assert others(train_until, (command(text, cache, tmp_path / "out", *arguments), where)) == [-signal.SIGKILL]
-        # metrics are written before the checkpoint
-        reached = records(tmp_path / "out")[-1]["step"]
-        assert (steps(tmp_path / "out") or [0])[-1] == (reached if saved else reached - 1), where
-    assert run(*arguments) == 0
-    assert steps(tmp_path / "out") == [7, 8]
-    assert same(tmp_path / "out", tmp_path / "whole")
-    assert len(list((tmp_path / "out" / "checkpoints").iterdir())) == 2
-
-
 def train_as_rank(rank: int, port: int, command: list[str], stop: bool) -> None:
     """Train as one rank of two; ``stop``: the second one gets SIGTERM in the first micro-batch of the second step."""
     torch.set_num_threads(1)

@@ -232,6 +232,9 @@ def test_logs_and_files_have_the_figures_of_layers(tmp_path: Path) -> None:
         mean = sum(float(row[name]) for row in table[-2:]) / 2
         assert mean == pytest.approx(logs[-1][f"sparsity_{name}"], rel=1e-5)
     assert 0 <= float(table[-1]["l0_at_0"]) <= 48
+    # no token has such a place
+    assert (table[0]["neurons"], table[0]["strategy"], table[0]["l0_at_1024-"]) == ("48", "dense", "")
+    assert sum(int(row["dead"]) for row in table[-2:]) / 96 == pytest.approx(logs[-1]["sparsity_dead"])
     # the model is as it was
     for layer in recipe.layers(model).values():
         assert not layer.record_aux

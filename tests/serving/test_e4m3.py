@@ -237,37 +237,3 @@ def test_values_and_scales_are_those_of_the_checkpoint(
     b_gate, b_up = (biases[0], biases[1]) if gated else (biases[0], None)
     expected = float8.formula(float8.quantize_tokens(x, inputs), gate, up_record, down, (b_gate, b_up, biases[-1]))
     torch.testing.assert_close(sum(parts), expected, rtol=0, atol=float(expected.abs().max()) * 1e-2)
-
-
-@pytest.mark.parametrize("how", ["fp8_per_tensor", "fp8_per_channel"])
-def test_weights_of_16_bits_are_quantised_as_they_are_loaded(
-    how: str, ranks: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torch
-    from vllm.config.quantization import resolve_quantization_config
-    from vllm.model_executor.layers import linear
-    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
-
-    from twell import float8
-
-    monkeypatch.setattr(linear, "tensor_model_parallel_all_reduce", lambda y: y)
-    weights, _ = drawn(True, False)
-    weights = [weight.bfloat16() for weight in weights]
-    arguments: Any = resolve_quantization_config(how, None)
-    x, parts, right = torch.randn(5, HIDDEN).bfloat16(), [], []
-    for ranks[0] in range(2):
-        with vllm_in_bfloat16() as settings:
-            layer = served_layer(settings, OnlineQuantizationConfig(arguments), True, False)
-        assert layer.down_proj.quant_method.uses_meta_device
-        load(layer.gate_up_proj, {"weight": weights[:2]})
-        load(layer.down_proj, {"weight": weights[2:]})
-        own = slice(ranks[0] * NEURONS // 2, (ranks[0] + 1) * NEURONS // 2)
-        gate, up, down = (float8.quantize(part) for part in (weights[0][own], weights[1][own], weights[2][:, own]))
-        for found, expected in ((layer.gate_up_proj.weight, (gate, up)), (layer.down_proj.weight, (down,))):
-            values = torch.cat([record.values.view(torch.uint8) for record in expected])
-            assert torch.equal(found.contiguous().view(torch.uint8), values)
-        assert torch.equal(layer.down_proj.weight_scale, down.scale)
-        parts.append(layer.down_proj(x)[0].double())
-        right.append(float8.formula(float8.quantize_tokens(x), gate, up, down))
-    expected = sum(right)
-    torch.testing.assert_close(sum(parts), expected, rtol=0, atol=float(expected.abs().max()) * 1e-2)
