@@ -121,11 +121,6 @@ def machine(result: dict[str, Any]) -> str:
     return "; ".join(part for part in line.split("; ") if not part.startswith(("Python ", "driver ", "CuTe ")))
 
 
-def lasting(machine: str) -> str:
-    """The machine line without the current clocks and the commit."""
-    return re.sub(r"SM \d+ MHz now, |; commit \S+", "", machine)
-
-
 def good(result: dict[str, Any] | None, **fields: Any) -> list[Row]:
     """Rows that were right and timed, and have these values."""
     rows = result["rows"] if result else []

@@ -54,9 +54,9 @@ class Row:
     """One workload of one engine: prompts of ``prompt`` tokens for so many ``sequences``, each making ``new`` tokens.
 
     per_s: tokens made per second, or of prompts if one is made. step_ms: milliseconds of the GPU for a step; None
-    without graphs. kernels: those of such a step: name, launches, microseconds. patterns: non-zeros of each layer.
-    differ: sequences with other tokens than stock's, and gap: the most by which stock preferred its token to its next
-    one where such a sequence first differs, in logits, in a run of its own; None where it was not compared.
+    without graphs. differ: sequences with other tokens than stock's, and gap: the most by which stock preferred its
+    token to its next one where such a sequence first differs, in logits, in a run of its own; None where it was not
+    compared.
     """
 
     engine: str
@@ -66,8 +66,6 @@ class Row:
     seconds: list[float]
     per_s: float
     step_ms: float | None
-    kernels: list[Any]
-    patterns: list[Any]
     differ: int | None = None
     gap: float | None = None
     red: str = ""
@@ -144,9 +142,6 @@ def lines(workloads: int, runs: int) -> Iterator[str]:
     for place in range(workloads):
         for turn, what in enumerate((*["run"] * (runs + 1), "end")):
             yield f"{place} {what} {turn}\n"
-    # a process that had a profiler launches graphs more slowly ever after
-    for place in range(workloads):
-        yield f"{place} kernels 0\n"
 
 
 def measure(engines: list[Engine], workloads: int, runs: int, until: float) -> list[Engine]:

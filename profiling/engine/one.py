@@ -1,10 +1,9 @@
 """One engine in a process of its own, which ``profiling.engine`` starts: makes tokens and says how fast.
 
 The process writes FOLDER/NAME.ready once the engine has started. Then each line of its input names a workload by its
-place and what to do: "run" it, "end" its runs by timing a step, or list the "kernels" of one. From "end" on
-FOLDER/NAME.json has the workload. The process answers with the same line in FOLDER/NAME.answer. Steps are timed while
-all sequences decode: at the end of a run some have ended, and what their places in the graph's inputs hold says
-nothing.
+place and what to do: "run" it, or "end" its runs by timing a step. From "end" on FOLDER/NAME.json has the workload. The
+process answers with the same line in FOLDER/NAME.answer. Steps are timed while all sequences decode: at the end of a
+run some have ended, and what their places in the graph's inputs hold says nothing.
 """
 
 from __future__ import annotations
@@ -62,8 +61,6 @@ def step(engine: Any, prompts: list[list[int]], *asked: Any) -> list[Any]:
     names = [f"step-{count}-{i}" for i in range(count)]
     for name, ids in zip(names, prompts):
         core.add_request(name, {"prompt_token_ids": ids}, parameters)
-    if inside.patterns in asked:
-        engine.collective_rpc(inside.watch)
     made: dict[str, int] = {}
     while len(made) < count or min(made.values()) < _BEGUN:
         for output in core.step():
@@ -106,14 +103,11 @@ def main(argument: str) -> None:
         given = prompts[str(length)][:count]
         if int(place) == len(result["workloads"]):
             row = {"prompt": length, "sequences": count, "new": new, "seconds": [], "step_ms": None}
-            result["workloads"].append(row | {"kernels": [], "patterns": [], "gaps": []})
+            result["workloads"].append(row | {"gaps": []})
         row = result["workloads"][int(place)]
         if what == "run":
             row["tokens"], took = generate(engine, given, new)
             row["seconds"].append(took)
-        elif what == "kernels":
-            if new > 1 and graphs:
-                (row["kernels"],) = step(engine, given, inside.kernels)
         else:
             # the first run compiles and warms up
             del row["seconds"][0]
@@ -121,11 +115,8 @@ def main(argument: str) -> None:
             if new > 1 and graphs:
                 times = step(engine, given, *[inside.replay] * 3)
                 row["step_ms"] = None if None in times else statistics.median(times)
-            elif new > 1:
-                (row["patterns"],) = step(engine, given, inside.patterns)
             if new > 1 and name in COMPARED and count <= MOST_COMPARED:
                 row["gaps"] = gaps(engine, given, new)
-        if what != "run":
             result["ended"] = engine.collective_rpc(inside.describe)[0]
             (folder / f"{name}.json").write_text(json.dumps(result))
         _files.write_text(folder / f"{name}.answer", line)
