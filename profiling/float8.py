@@ -144,20 +144,10 @@ def experts(found: Mapping[str, Any]) -> str:
     return markdown(header, "r" * len(header), rows)
 
 
-def losses(found: Mapping[str, Any]) -> str:
-    """What e4m3 adds to the loss of a trained model."""
-    parts = [
-        f'{row["change"]:+.5f} ± {row["deviation"]:.5f} by "{row["strategy"]}"'
-        for row in found["rows"]
-        if row["layers"] == "e4m3"
-    ]
-    return ", ".join(parts)
-
-
 def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
     """The section of docs/float8.md on figures, of the files of results that exist, by the ends of their names."""
-    many, large, mixture, loss = (results.get(name) for name in ("", "_large", "_experts", "_loss"))
-    if many or large or loss:
+    many, large, mixture = (results.get(name) for name in ("", "_large", "_experts"))
+    if many or large:
         yield "## What to expect"
     if many:
         size = f"K = {many['rows'][0]['k']:,}, N = {many['rows'][0]['n']:,}"
@@ -182,15 +172,7 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
             "float64 has the weights before they were quantised:"
         )
         yield accuracy(many)
-    if loss:
-        shape = loss["model"]
-        yield (
-            f"A model of `twell demo` ({shape['layers']} layers of {shape['hidden']:,} to {shape['intermediate']:,}, "
-            f"trained for {loss['trained']['seconds']:.0f} s) on {loss['held_bytes']:,} bytes of held-back text: e4m3 "
-            f"changes dense bfloat16's loss of {loss['rows'][0]['loss']:.4f} nats per byte by {losses(loss)} "
-            "(± standard errors over windows of text)."
-        )
-    if machines := dict.fromkeys(machine(dict(file)) for file in (many, large, mixture, loss) if file):
+    if machines := dict.fromkeys(machine(dict(file)) for file in (many, large, mixture) if file):
         yield ". And ".join(machines)
 
 

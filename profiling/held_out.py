@@ -7,9 +7,7 @@ A point is a layer of other sizes than those of the table, with a number of toke
 100 points by a fixed seed, 20 of them training steps. Each strategy is timed as ``twell tune`` does, and "auto" decides
 by the measured figures of the layer, as ``twell.AutoStrategy`` does. The loss is the time of its choice over that of
 the fastest strategy, minus one. Times and choices are of CUDA graphs; those of ``GRAPHS`` tokens have a line of their
-own, beside the loss of graphs that are captured before any figure. The same layer is called eagerly, too: the module
-with "auto" and one of PyTorch, taken in turn, ``EAGER_CALLS`` times in a row (``profiling.host``); the eager loss is
-the time of a call of "auto" over that of PyTorch, minus one.
+own, beside the loss of graphs that are captured before any figure. ``profiling.host`` times eager calls.
 
 Points go to --out after each one; --budget-s ends a run between points. --rows decides again at measured points.
 """
@@ -26,9 +24,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling import host
-from profiling.bench.layers import module_of
-from profiling.bench.protocol import Gpu
 from profiling.draw.common import loads
 from profiling.tune import read, write_json
 from twell import testing
@@ -36,7 +31,7 @@ from twell.commands import timing, tune
 from twell.commands.request import RequestError
 from twell.strategy import costs, tables
 from twell.strategy.costs import Problem
-from twell.testing import FFN, Workload
+from twell.testing import Workload
 
 POINTS, TRAINING_POINTS, SEED = 100, 20, 20261122
 MOST_TOKENS, MOST_NONZEROS = 16384, 300
@@ -50,9 +45,6 @@ SHAPES = {
     False: ((1024, 4096), (2048, 8192), (2560, 10240), (4096, 16384)),
 }
 GATED_SHARE = 0.85
-
-# Eager calls in a row, and seconds of them for each point.
-EAGER_CALLS, EAGER_S = 20, 0.1
 
 # Tokens of the graphs that engines capture for batches that decode.
 GRAPHS = range(16, 513)
@@ -103,23 +95,7 @@ def measure(point: Point, device: timing.Device, seconds: float) -> dict[str, An
     times = {name: timing.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
     figures = tune.figures_of(drawn, tables.SCREENED in strategies)
     row = {**dict(zip(tune.SIZES, problem)), "pattern": vars(point.workload), **figures._asdict(), "red": red}
-    row |= {f"{name}_ms": spread.median for name, spread in times.items()}
-    try:
-        row |= eager(drawn, problem, device)
-    except timing.FAILURES as error:
-        row["red"] = red | {"eager": timing.reason(error)}
-    return row
-
-
-def eager(drawn: FFN, problem: Problem, device: timing.Device) -> dict[str, Any]:
-    """Milliseconds of an eager call by PyTorch and by "auto", and what that ran; {} on a CPU, where "auto" is dense."""
-    if device.torch_device.type != "cuda":
-        return {}
-    layer, what = module_of(drawn, "auto", problem.gated), host.STEP if problem.training else host.FORWARD
-    row = host.Row("held out", what, "", "any", problem.m, problem.k, problem.n, problem.gated)
-    layers, ways = {"dense": host.Dense(layer), "auto": layer}, {"queued": EAGER_CALLS}
-    dense, auto = host.measured(Gpu(device.torch_device), row, layers, drawn.x, ways, EAGER_S)
-    return {"eager_dense_ms": dense.queued_ms, "eager_auto_ms": auto.queued_ms, "eager_auto": auto.chosen}
+    return row | {f"{name}_ms": spread.median for name, spread in times.items()}
 
 
 def decided(row: dict[str, Any], table: tables.Table) -> dict[str, Any]:
@@ -137,8 +113,6 @@ def decided(row: dict[str, Any], table: tables.Table) -> dict[str, Any]:
         row = row | {"graph": graph, "graph_loss": right.get(graph)}
     decision = costs.decide(problem, tune.measured_figures(row), None, table)
     loss = right.get(decision.strategy)
-    if "eager_auto_ms" in row:
-        row = row | {"eager_loss": row["eager_auto_ms"] / row["eager_dense_ms"] - 1}
     return row | {"auto": decision.strategy, "costs": decision.costs, "loss": loss}
 
 
@@ -157,8 +131,6 @@ def line(row: dict[str, Any]) -> str:
             measured = row[f"{name}_ms"] / dense
             guess = f" ({row['costs'][name]:.3f})" if name in row["costs"] else ""
             times.append(f"{name} {measured:.3f}{guess}")
-    if "eager_loss" in row:
-        times.append(f"eager {row['eager_auto']} {1 + row['eager_loss']:.3f} of {row['eager_dense_ms'] * 1e3:.0f} us")
     loss = "RED" if row["loss"] is None else f"{row['loss']:6.1%}"
     return (
         f"{loss}  {row['k']:5} x {row['n']:5} {kind:18} M = {row['m']:5} {row['nonzeros']:6.1f} nnz, heaviest "
@@ -183,11 +155,6 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             losses = [row[key] for row in graphs]
             yield f"{named}, {name} mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
     yield from (line(row) for row in sorted(known, key=lambda row: -row["loss"])[:10])
-    if called := sorted((row for row in known if "eager_loss" in row), key=lambda row: -row["eager_loss"]):
-        losses = [row["eager_loss"] for row in called]
-        slower = sum(loss > 0.03 for loss in losses)
-        yield f"eager: mean {statistics.mean(losses):.2%} over PyTorch, most {losses[0]:.1%}, {slower} points over 3 %"
-        yield from map(line, called[:10])
     yield from (f"RED {line(row)} {row['red']}" for row in rows if row["red"])
 
 

@@ -164,7 +164,7 @@ def experts_elsewhere() -> str:
 
 def e4m3() -> str:
     """The section on figures of e4m3 weights; nothing before there are any."""
-    ends = ("", "_large", "_few", "_experts", "_loss")
+    ends = ("", "_large", "_few", "_experts")
     return "\n\n".join(float8.section({end: Results(RESULTS).get(f"float8{end}") for end in ends}))
 
 
