@@ -1,4 +1,4 @@
-"""Properties of the formats for any gate: geometry, words, round trips, order, capacities, compaction."""
+"""Properties of the TwELL format for any gate: geometry, words, round trips, what is undefined."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch import Tensor
 from tests.cases.formats import packed_words
 from twell import ops
 from twell._runtime import geometry
-from twell.ops import hybrid
-from twell.ops.operands import Operands
 
 pytest.importorskip("hypothesis")
 
@@ -27,7 +25,7 @@ FIXED: dict[str, Any] = {
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-MANY, FEW = settings(max_examples=150, **FIXED), settings(max_examples=40, **FIXED)
+MANY = settings(max_examples=150, **FIXED)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,65 +139,3 @@ def test_what_is_undefined_is_not_read(g: Gates, seed: int) -> None:
     spoilt = torch.where(defined, table, noise)
     values = spill.view(m, tiles, 256).masked_fill(counts < width, float("nan"))
     assert same_bits(ops.unpack(spoilt.view(m, -1) if m else words, values.view(spill.shape), n, g.compression), clean)
-
-
-# Readers of packed gates
-
-
-# The hybrid format
-
-
-@st.composite
-def patterns(draw: Callable[..., Any]) -> Tensor:
-    """A gate of small positive integers and zeros [M, N] of any density, even or uneven by token or neuron."""
-    m = draw(st.sampled_from([0, 1, 2, 5, 127, 128, 129, 200, 257]))
-    n = 8 * draw(st.integers(1, 40 if m > 5 else 120))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 30)))
-    share = draw(st.sampled_from([0.0, 0.01, 0.1, 0.24, 0.25, 0.26, 0.6, 1.0]))
-    weights = draw(st.sampled_from(["even", "tokens", "neurons"]))
-    shares = torch.full((m, n), share)
-    if weights == "tokens":
-        shares *= 2 * torch.rand(m, 1, generator=generator)
-    elif weights == "neurons":
-        shares *= 2 * torch.rand(1, n, generator=generator)
-    fires = torch.rand(m, n, generator=generator) < shares
-    return torch.where(fires, torch.randint(1, 200, (m, n), generator=generator), 0).to(BF16)
-
-
-def encoded(gate: Tensor, up: Tensor | None) -> Tensor:
-    kept = torch.empty(hybrid.words(gate, gate.shape[1], up is not None), dtype=torch.int32)
-    hybrid.encode(gate, up, kept)
-    return kept
-
-
-def layer_of(gate: Tensor, up: Tensor | None) -> Operands:
-    """A layer with this gate and up projection, for decoding what did not fit."""
-    m = gate.shape[0]
-    k = max(8, -(-m // 8) * 8)
-    x = torch.eye(m, k).to(gate.dtype)
-
-    def weight(values: Tensor) -> Tensor:
-        return torch.nn.functional.pad(values.t(), (0, k - m))
-
-    return Operands(x, weight(gate), None if up is None else weight(up), weight(gate), None, None)
-
-
-@MANY
-@given(patterns(), st.booleans())
-def test_the_hybrid_format_loses_nothing(gate: Tensor, gated: bool) -> None:
-    up = torch.arange(gate.numel()).remainder(251).sub(125).view(gate.shape).to(BF16) if gated else None
-    kept = encoded(gate, up)
-    m, n = gate.shape
-    total, capacity = int((gate != 0).sum()), geometry.hybrid_capacity(m, n)
-    found = hybrid.parts(kept, m, n)
-    assert int(found.sizes[-1]) == total
-    assert torch.equal(found.popularity.long(), (gate != 0).sum(0))
-    decoded, projected = hybrid.decode(layer_of(gate, up), kept)
-    assert torch.equal(decoded, gate.float())
-    assert (projected is None) == (up is None)
-    if up is not None and projected is not None:
-        assert torch.equal(projected, up.float().masked_fill(gate == 0, 0))
-    assert len(found.entries) == geometry.hybrid_words(capacity, 2 * gated) >= min(total, capacity)
-
-
-# Training, by its parts

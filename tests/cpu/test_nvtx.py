@@ -254,64 +254,50 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int
     return {call: [tuple(e) for e in events] for call, events in json.loads(done.stdout.splitlines()[-1]).items()}  # type: ignore[misc]
 
 
-class TestWholePackage:
-    SIZES = {"m": 16, "k": 8, "n": 264, "dtype": "bfloat16"}  # noqa: RUF012
+SIZES = "m=16 k=8 n=264 dtype=bfloat16"
+FORWARD = f"> hybrid_forward, training forward: {SIZES} compression=8"
+# what each call marks, ">" inside another range: of kernels those that are not named as their operator
+EVENTS = {
+    "gated": [f"sparse_gated_ffn, inference: {SIZES} strategy=union", f"> ffn, inference: {SIZES} compression=4"],
+    "plain": [f"sparse_ffn, inference: {SIZES} strategy=row", f"> ffn, inference: {SIZES} compression=8"],
+    "dense": [f"sparse_gated_ffn, inference: {SIZES} strategy=dense"],
+    "train": [
+        f"sparse_gated_ffn, training forward: {SIZES} strategy=union",
+        FORWARD,
+        "sparse_gated_ffn.backward, backward: m=16",
+        f"> hybrid_backward, backward: {SIZES}",
+    ],
+    "mains": [
+        f"sparse_ffn, training forward: {SIZES} strategy=union",
+        FORWARD,
+        "sparse_ffn.backward, backward: m=16",
+        f"> hybrid_backward_accumulate, backward: {SIZES}",
+    ],
+    "reglu": ["reglu, inference: m=16 n=8 dtype=bfloat16", "reglu_backward, backward: m=16 n=8 dtype=bfloat16"],
+    "unpack": [
+        f"gate_pack, inference: {SIZES} compression=8",
+        "unpack, inference: m=16 n=264 dtype=bfloat16 compression=8",
+    ],
+    # an error leaves no range open
+    "refused": [f"gate_pack, inference: {SIZES} compression=8"],
+    # the compiled call shows its operators, the eager one the function too
+    "compiled": [
+        f"ffn, inference: {SIZES} compression=8",
+        f"sparse_gated_ffn, inference: {SIZES} strategy=row",
+        f"> ffn, inference: {SIZES} compression=8",
+    ],
+    "compiled step": [FORWARD[2:], f"hybrid_backward, backward: {SIZES}"],
+    "launch": ["unpack, inference: ", "> up_down_token, inference: kernel=up_down_token_bf16_k2048_x8"],
+}
 
-    @pytest.mark.parametrize(
-        ("call", "function", "strategy", "operators", "compression"),
-        [
-            ("gated", "sparse_gated_ffn", "union", ["ffn"], 4),
-            ("plain", "sparse_ffn", "row", ["ffn"], 8),
-            ("dense", "sparse_gated_ffn", "dense", [], 8),
-        ],
-    )
-    def test_inference(
-        self, marked: Any, call: str, function: str, strategy: str, operators: list[str], compression: int
-    ) -> None:
-        first, *inside = marked[call]
-        assert first == (0, function, "inference", {**self.SIZES, "strategy": strategy})
-        # the CPU's operators call each other
-        assert [event[1] for event in inside if event[0] == 1] == operators
-        for _, op, category, payload in inside:
-            assert category == "inference"
-            assert op == "unpack" or payload == {**self.SIZES, "compression": compression}
 
-    @pytest.mark.parametrize(
-        ("call", "function", "backward"),
-        [
-            ("train", "sparse_gated_ffn", "hybrid_backward"),
-            ("mains", "sparse_ffn", "hybrid_backward_accumulate"),
-        ],
-    )
-    def test_training(self, marked: Any, call: str, function: str, backward: str) -> None:
-        assert [event[:3] for event in marked[call]] == [
-            (0, function, "training forward"),
-            (1, "hybrid_forward", "training forward"),
-            (0, f"{function}.backward", "backward"),
-            (1, backward, "backward"),
-        ]
-        assert marked[call][2][3] == {"m": 16}
-        assert marked[call][3][3] == self.SIZES
-
-    def test_other_operators(self, marked: Any) -> None:
-        assert [event[1:3] for event in marked["reglu"]] == [("reglu", "inference"), ("reglu_backward", "backward")]
-        assert marked["reglu"][0][3] == {"m": 16, "n": 8, "dtype": "bfloat16"}
-        assert [event[1] for event in marked["unpack"]] == ["gate_pack", "unpack"]
-        assert marked["unpack"][1][3] == {"m": 16, "n": 264, "dtype": "bfloat16", "compression": 8}
-
-    def test_kernels(self, marked: Any) -> None:
-        """A kernel with its operator's name has no range of its own; others have."""
-        assert [event[:2] for event in marked["launch"]] == [(0, "unpack"), (1, "up_down_token")]
-        assert marked["launch"][1][3] == {"kernel": "up_down_token_bf16_k2048_x8"}
-
-    def test_an_error_leaves_no_range_open(self, marked: Any) -> None:
-        assert [event[:2] for event in marked["refused"]] == [(0, "gate_pack")]
-
-    def test_compiled(self, marked: Any) -> None:
-        """The compiled call shows its operators, the eager one the function too."""
-        names = [event[1] for event in marked["compiled"] if event[1] != "unpack"]
-        assert names == ["ffn", "sparse_gated_ffn", "ffn"]
-        assert [event[1] for event in marked["compiled step"]] == ["hybrid_forward", "hybrid_backward"]
+@pytest.mark.parametrize("call", EVENTS)
+def test_what_a_call_marks(marked: Any, call: str) -> None:
+    told = []
+    for depth, name, category, payload in marked[call]:
+        values = " ".join(f"{key}={value}" for key, value in payload.items())
+        told.append(f"{'> ' * depth}{name}, {category}: {values}")
+    assert told == EVENTS[call]
 
 
 def test_a_real_nvtx_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

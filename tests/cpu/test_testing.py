@@ -1,5 +1,6 @@
 """Problems have the patterns they promise, and comparisons catch planted errors."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 
 from twell import ops, testing
-from twell._runtime import geometry
 from twell.ops import hybrid
 from twell.testing import FFN, WORKLOADS, Errors
 
@@ -126,10 +126,6 @@ def test_errors() -> None:
     assert testing.errors(torch.ones(2, 2), torch.zeros(2, 2, dtype=torch.float64)).frobenius == math.inf
     assert testing.errors(torch.zeros(0, 2), torch.zeros(0, 2, dtype=torch.float64)) == Errors(0, 0)
     assert testing.errors(torch.full((2, 2), math.inf), answer) == Errors(math.inf, math.inf)
-    with pytest.raises(ValueError, match="shapes"):
-        testing.errors(torch.zeros(2, 3), answer)
-    with pytest.raises(ValueError, match="finite"):
-        testing.errors(torch.zeros(2, 2), answer * math.inf)
 
 
 def test_budget() -> None:
@@ -328,31 +324,15 @@ def test_assert_packed_same() -> None:
 
 @GATED
 def test_assert_hybrid_same(gated: bool) -> None:
-    """Every defined bit counts, and no undefined one: past the lists, past the entries, where nothing fits."""
-    for density in (0.1, 1):
-        problem = testing.integer_problem(130, 24, 264, density=density)
-        layer = problem if gated else problem._replace(w_up=None)
-        _, _, nonzeros, expected = ops.hybrid_forward(*layer, 8)
-        total, capacity = int(nonzeros), geometry.hybrid_capacity(130, 264)
-
-        def damaged(which: int, index: Any, kept: torch.Tensor = expected) -> torch.Tensor:
-            changed = kept.clone()
-            hybrid.parts(changed, 130, 264)[which][index] += 1
-            return changed
-
-        size = int(hybrid.sizes(expected, 130)[0])
-        if density == 1:
-            harmless = [(0, 0), (1, (0, 0)), (2, (0, 1)), (3, 0)]
-            harmful = [(3, -1), (4, 5)]
-        else:
-            harmless = [(0, total), (1, (0, -(-size // 64) * 64))] if size <= 192 else [(0, total)]
-            harmful = [(0, 0), (0, total - 1), (1, (0, size - 1)), (2, (0, 1)), (3, 0), (3, -1), (4, 5)]
-            harmful += [(0, capacity), (0, capacity + (total - 1) // 2)] if gated else []
-        for which, index in harmless:
-            testing.assert_hybrid_same(damaged(which, index), expected, 130, 264, gated)
-        for which, index in harmful:
-            with pytest.raises(AssertionError):
-                testing.assert_hybrid_same(damaged(which, index), expected, 130, 264, gated)
+    """Every defined part counts, by the comparison of Cases; what lies behind the entries does not."""
+    problem = testing.integer_problem(130, 24, 264, density=0.1)
+    expected = ops.hybrid_forward(*(problem if gated else problem._replace(w_up=None)), 8)[3]
+    total = int(hybrid.sizes(expected, 130)[-1])
+    for which, index, counts in ((0, total - 1, True), (0, total, False), (3, -1, True), (4, 5, True)):
+        damaged = expected.clone()
+        hybrid.parts(damaged, 130, 264)[which][index] += 1
+        with pytest.raises(AssertionError) if counts else contextlib.nullcontext():
+            testing.assert_hybrid_same(damaged, expected, 130, 264, gated)
 
 
 def test_poisoned_fills_every_output() -> None:
