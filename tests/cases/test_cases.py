@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.cases.drawn import Limits, draw
 from tests.cases.pinned import PINNED
-from tests.cases.verdicts import verdict
+from tests.cases.verdicts import attempt
 from twell.testing.case import KINDS, Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LIMITS = Limits.of("cpu")
+CPU, LIMITS = torch.device("cpu"), Limits.of("cpu")
 # of each kind
 DRAWN = dict.fromkeys(KINDS, 50) | {"layer": 200, "given": 75, "autoencoder": 75, "pair": 15}
 # cases of one test
 TOGETHER = 25
 
 
-def wrong(cases: list[Case]) -> dict[str, str]:
-    found = {str(case): verdict(case) for case in cases}
-    return {line: said for line, said in found.items() if said != "ok"}
+def wrong(cases: list[Case], pinned: bool = False) -> dict[str, str]:
+    """The cases that are not as they should be, and, of those that are pinned, that ask nothing."""
+    found = {}
+    for case in cases:
+        result = attempt(case, CPU)
+        silent = pinned and case.m and case.is_sparse and case.pattern != "none" and not result.nonzeros
+        if result.verdict != "ok" or (silent and case.kind != "experts"):
+            found[str(case)] = "no gate fires" if result.verdict == "ok" else result.verdict
+    return found
 
 
 OF_KIND = {kind: [case for case in PINNED if case.kind == kind and LIMITS.hold(case)] for kind in KINDS}
@@ -31,7 +38,7 @@ OF_KIND = {kind: [case for case in PINNED if case.kind == kind and LIMITS.hold(c
 )
 def test_pinned(kind: str, first: int) -> None:
     # without graphs and streams
-    assert wrong([case.replace(call="eager") for case in OF_KIND[kind][first : first + TOGETHER]]) == {}
+    assert wrong([case.replace(call="eager") for case in OF_KIND[kind][first : first + TOGETHER]], True) == {}
 
 
 @pytest.mark.parametrize(("kind", "first"), [(k, i) for k, n in DRAWN.items() for i in range(0, n, TOGETHER)])

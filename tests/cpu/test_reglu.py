@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from activations import DTYPES, dense_layer, every_value, plain, same_bits
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import twell
 from twell import _autograd, _modes, ops, testing, tuning
@@ -239,6 +241,34 @@ def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _autograd.fuses(few, RELU, operands)
     monkeypatch.setattr(resolve, "launchable", lambda *question: False)
     assert not _autograd.fuses(stand_in(), RELU, operands)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_what_is_not_what_it_seems() -> None:
+    x = torch.randn(4, 8)
+    assert _modes.eager([x, torch.nn.Parameter(x)])
+    assert not _modes.eager([x, x.as_subclass(Subclass)])
+    with FakeTensorMode() as mode:
+        assert not _modes.eager([mode.from_tensor(x)])
+    assert not _modes.eager([mode.from_tensor(x)])
+    with forward_ad.dual_level():
+        assert not _modes.eager([x])
+    seen: list[bool] = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(_modes.eager([x]))
+        return x * 2
+
+    torch.func.vmap(look)(x)
+    torch.func.grad(lambda x: look(x).sum())(x)
+    torch.jit.trace(look, (x,), check_trace=False)
+    assert seen == [False] * 3
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x + 1 if _modes.eager([x]) else x - 1, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), x - 1)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
