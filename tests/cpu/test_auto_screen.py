@@ -226,45 +226,6 @@ def test_copies_keep_the_screen() -> None:
 # Its costs
 
 
-TRUE = (0.3, 0.4, 5.0, 0.7)
-
-
-def measured(training: bool = False, m: int = 4096) -> list[dict[str, Any]]:
-    """Rows of tune.py whose times of "union+screen" have the terms ``TRUE``."""
-    rows = []
-    for i, (nonzeros, union, candidates) in enumerate(
-        ((29, 0.48, 0.8), (29, 0.17, 0.25), (29, 0.1, 0.15), (128, 0.26, 0.32), (14, 0.07, 0.09), (8, 0.03, 0.05))
-    ):
-        call, figures = Problem(m, 2048, 5632, True, training), Figures(nonzeros, union, None, candidates)
-        own = sum(a * b for a, b in zip(TRUE, (1, union, nonzeros / 5632, candidates), strict=True))
-        row = {**call._asdict(), **figures._asdict(), "pattern": str(i), "red": "", "dense_ms": 2.0}
-        rows += [row | {"strategy": name, "relative": time} for name, time in (("union", 0.9), ("union+screen", own))]
-    return rows
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_the_fit_finds_the_terms(training: bool) -> None:
-    """And written tables keep them, also those of version 0.2."""
-    rows = measured(training)
-    costs = tune.fit(rows)
-    ((key, by_tokens),) = costs.items()
-    assert key == (training, True, 2048, 5632)
-    assert by_tokens[4096]["union+screen"] == pytest.approx(TRUE, abs=2e-4)
-    assert by_tokens[4096]["union"] == pytest.approx((0.9, 0, 0, 0), abs=2e-4)
-    assert "choices lose 0.0%" in tune.report(costs, rows)
-    written = tables.text_of(tables.Table(costs, "a GPU", "2026-11-22"))
-    assert tables.parse(written).costs == costs
-    assert tables.parse(written.replace('"union+screen"', '"screened"')).costs == costs
-    with pytest.raises(ValueError, match=r"candidates of union\+screen must be a share of the neurons, got none"):
-        tune.fit([row | {"candidates": None} for row in rows])
-    # a file of before has none, and no such strategy
-    before = [{**row} for row in rows if row["strategy"] == "union"]
-    for row in before:
-        del row["candidates"]
-    assert tune.measured_figures(before[0]) == Figures(29, 0.48)
-    assert set(tune.fit(before)[key][4096]) == {"union"}
-
-
 def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = timing.Device()
     assert tune.measured_strategies(problem(tune.LEAST_SCREENED - 1), cpu) == ("row", "union")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,40 +155,6 @@ def test_scratch_shares_memory_only_between_lives_that_do_not_meet(gpu: FakeGpu)
     p.scratch(torch.uint8, 1 << 30)
     assert p.placed()[1] == 1536
     fake_gpu.check_program(p)
-
-
-def test_a_call_holds_no_more_memory_by_python_than_its_scratches_need(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each scratch is there from its first launch to its last one."""
-    alive: list[int] = []
-
-    def kernel_of(spec: specs.Spec, arch: str) -> Any:
-        return lambda *arguments: alive.append(len({a.untyped_storage().data_ptr() for a in arguments}))
-
-    monkeypatch.setattr(resolve, "_find", kernel_of)
-    p = Program(0)
-    x = p.operand(F32, 4)
-    a, b = p.scratch(F32, 400), p.scratch(F32, 400)
-    p.launch(ONE, x, a)
-    p.launch(ONE, x, a, b)
-    p.launch(ONE, x, b)
-    p.compiled()(torch.zeros(4))
-    assert alive == [2, 3, 2]
-
-
-def test_threads_run_one_program_at_a_time(seen: Seen) -> None:
-    p = Program(0)
-    p.launch(ONE, p.operand(I32, 8), p.scratch(I32, 8))
-    run = p.compiled()
-    tensors = [torch.zeros(8, dtype=I32) for _ in range(4)]
-    threads = [threading.Thread(target=lambda t=t: [run(t) for _ in range(50)]) for t in tensors]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    counts = [sum(arguments[0][0] == t.data_ptr() for _, arguments in seen) for t in tensors]
-    assert counts == [50] * 4
 
 
 def test_kept_programs_are_bounded_and_forgotten(gpu: FakeGpu) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
-from tests.cpu.test_hybrid import forward, parts, problem, upstream
+from tests.cpu.test_hybrid import forward, problem, upstream
 from twell import _autograd, ops, testing
 from twell._activation import RELU, activation_of
 from twell._runtime import geometry, resolve, specs
@@ -97,18 +97,6 @@ def test_gates_that_no_kernel_takes_are_refused(gpu: FakeGpu) -> None:
     assert not gpu.launches
 
 
-def test_a_missing_gradient_of_l1_is_a_zero_of_the_format(gpu: FakeGpu) -> None:
-    p = problem(130, 264, 16, 0.1)
-    *_, kept = forward(p)
-    on_cuda(ops.hybrid_backward, (upstream(p)[0], None, *p[:6], kept, True, True))
-    places = {"sampled_grad": 7, "overflow": 8}
-    given = [arguments[places[spec.op]] for spec, arguments in gpu.launches if spec.op in places]
-    assert len(given) == 2
-    for dl1 in given:
-        assert dl1.data_ptr() == parts(kept, p).chunks.data_ptr()
-        assert (dl1.dtype, dl1.tolist()) == (torch.float32, [0.0])
-
-
 # Steps
 
 
@@ -176,18 +164,6 @@ def test_a_screen_of_a_threshold_has_a_bias_of_its_own(gpu: FakeGpu) -> None:
         expected = screened.firing_bias(p.w_gate, given.b_gate, activation_of(name, threshold))
         assert torch.equal(bias, expected)
         assert (bias.data_ptr() == p.b_gate.data_ptr()) == (not threshold)
-
-
-@pytest.mark.parametrize("shape", [(64,), (2, 65, 64), (1, 130, 64), (5, 2, 13, 64)])
-def test_leading_dimensions_need_no_view(gpu: FakeGpu, shape: tuple[int, ...]) -> None:
-    step = Step(shape, biases="down")
-    y = step.forward()
-    assert (y.shape, y.stride(), y._is_view()) == (step.operands["x"].shape, step.operands["x"].stride(), False)
-    step()
-    transposed = Step((65, 64))
-    x = torch.zeros(5, 13, 64, dtype=BF16).transpose(0, 1).requires_grad_()
-    transposed.operands["x"] = x
-    assert transposed.forward().shape == (13, 5, 64)
 
 
 def test_upstream_gradients_may_lie_anywhere(gpu: FakeGpu, dispatched: list[str]) -> None:
@@ -355,20 +331,6 @@ def test_gradients_into_mains_and_of_l1_alone_are_dispatched(gpu: FakeGpu, dispa
         assert step.operands["x"].grad.shape == shape
 
 
-def test_threads_share_programs(gpu: FakeGpu) -> None:
-    import threading
-
-    step = Step()
-    step()
-    made = len(gpu.programs)
-    threads = [threading.Thread(target=step) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(gpu.programs) == made
-
-
 # Memory
 
 
@@ -396,10 +358,3 @@ def test_peak_memory(gpu: FakeGpu, m: int, before_forward: float, before_backwar
     assert last <= before_backward
     # one that is not cut would hold y beside the packed gate
     assert max(first, second) < first + m * k * 2
-
-
-def test_the_format_takes_little_more_than_its_parts() -> None:
-    p = testing.integer_problem(260, 64, 264, density=0.1)
-    *_, kept = forward(p)
-    found = hybrid.parts(kept, 260, 264)
-    assert kept.nbytes - sum(t.nbytes for t in found) < 4 * 256
