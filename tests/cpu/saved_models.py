@@ -79,9 +79,14 @@ def save(folder: Path, kind: str = "llama", *, bos: bool = True, **options: Any)
     return folder
 
 
-def run(command: ModuleType, *arguments: object) -> int:
-    """Run a command of the command line and return its exit code; errors are raised."""
+def parsed(command: ModuleType, *arguments: object) -> argparse.Namespace:
+    """The arguments of a command as it gets them."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    code: int = command.run(parser.parse_args([str(argument) for argument in arguments]))
+    return parser.parse_args([str(argument) for argument in arguments])
+
+
+def run(command: ModuleType, *arguments: object) -> int:
+    """Run a command of the command line and return its exit code; errors are raised."""
+    code: int = command.run(parsed(command, *arguments))
     return code

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 import saved_models
-from saved_models import run
+from saved_models import parsed, run
 
 import twell
 from twell import _sparsify
@@ -58,14 +58,6 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty.txt").write_text(" \n")
     (folder / ".hidden").write_text("hidden")
     return folder
-
-
-def arguments_of(*words: object, command: Any = analyze) -> Any:
-    import argparse
-
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args([str(word) for word in words])
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -495,7 +487,7 @@ def test_help_documents_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def read(folder: Path, *options: object, least: int = 1) -> saved_model.Text:
-    arguments = arguments_of(folder, *options)
+    arguments = parsed(analyze, folder, *options)
     return saved_model.read(saved_model.load(arguments), arguments, least)
 
 
@@ -530,7 +522,7 @@ def test_long_files_are_read_a_piece_at_a_time(llama: Path, tmp_path: Path, monk
     path.write_text(saved_models.text(2000))
     text = read(llama, "--text", path, "--tokens", 10**6, "--sequence", 256)
     assert sum(sequence.count(0) for sequence in text.sequences) == len(text.sequences)
-    tokenizer = saved_model.load(arguments_of(llama, "--text", path)).tokenizer
+    tokenizer = saved_model.load(parsed(analyze, llama, "--text", path)).tokenizer
     assert tokenizer.decode([token for sequence in text.sequences for token in sequence[1:]]) == path.read_text()
 
 

@@ -6,8 +6,6 @@ tests/serving has the tests with the engine.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -32,6 +30,7 @@ from twell.strategy import tables
 from twell.strategy.costs import Figures, Problem
 
 transformers = pytest.importorskip("transformers")
+CONFIG_MAPPING = transformers.models.auto.configuration_auto.CONFIG_MAPPING
 
 
 class Registry:
@@ -56,8 +55,8 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
     stand_in.ModelRegistry = Registry()  # type: ignore[attr-defined]
     stand_in.__version__ = "0.32.0"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
-    # transformers would keep what is registered; a test below registers in another process
-    monkeypatch.setattr(transformers.AutoConfig, "register", lambda *_, **__: None)
+    # transformers would keep what is registered
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
     monkeypatch.delenv("TWELL_VLLM", raising=False)
     return stand_in.ModelRegistry
 
@@ -466,7 +465,7 @@ def test_the_log_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said("auto") == 'strategy "auto", which is "dense": costs are not known'
 
 
-def test_sparse_model_types_are_read_as_stock_configurations(tmp_path: Path) -> None:
+def test_sparse_model_types_are_read_as_stock_configurations(registry: Registry, tmp_path: Path) -> None:
     expected = {}
     for architecture, (stock, model_types) in plugin.SPARSE.items():
         for model_type in model_types:
@@ -474,27 +473,10 @@ def test_sparse_model_types_are_read_as_stock_configurations(tmp_path: Path) -> 
             (tmp_path / model_type).mkdir()
             (tmp_path / model_type / "config.json").write_text(json.dumps(content | {"hidden_size": 64}))
             expected[model_type] = [stock, architecture, True, 64]
-    # in another process: transformers keeps what is registered
-    script = f"""
-import json, sys, types
-sys.modules["vllm"] = vllm = types.ModuleType("vllm")
-vllm.__version__ = "0.32.0"
-class Registry:
-    register_model = inspect_model_cls = resolve_model_cls = lambda *_: None
-vllm.ModelRegistry = Registry()
-from twell.integrations.vllm import register
-register()
-from transformers import AutoConfig
-read = {{}}
-for name in {list(expected)}:
-    config = AutoConfig.from_pretrained({str(tmp_path)!r} + "/" + name)
-    read[name] = [type(config).__name__, config.architectures[0], config.sparsity_gated_mlp, config.hidden_size]
-print(json.dumps(read))
-"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == expected
+    plugin.register()
+    for name, right in expected.items():
+        config = transformers.AutoConfig.from_pretrained(tmp_path / name)
+        assert [type(config).__name__, *config.architectures, config.sparsity_gated_mlp, config.hidden_size] == right
 
 
 def test_figures_of_a_configuration_are_read() -> None:

@@ -2,8 +2,8 @@
 
 Usage: python engine.py '{"model": FOLDER, "prompts": [[1, 2]], "tokens": 8, "engine": {...}}'
 
-"repeat": how often the prompts are served, one time after the other; the last counts. "lora": folder of an adapter for
-all requests. "chooses": let "auto" choose on the CPU, too, where figures arrive at once. "broken": let no kernel load.
+"repeat": how often the prompts are served, one time after the other; the last counts.
+"chooses": let "auto" choose on the CPU, too, where figures arrive at once. "broken": let no kernel load.
 "experts": let a CPU have experts without a gate. "then": folder of a second checkpoint, to which the engine changes and
 serves the prompts again; "by": how, "reload_weights" or "load_weights", which is called for each tensor.
 """
@@ -113,7 +113,6 @@ def main() -> None:
     if request.get("broken"):
         let_no_kernel_load()
     from vllm import LLM, SamplingParams
-    from vllm.lora.request import LoRARequest
 
     engine = LLM(
         request["model"],
@@ -123,7 +122,6 @@ def main() -> None:
         **request["engine"],
     )
     started = engine.apply_model(describe)[0]["choices"]
-    adapter = LoRARequest("adapter", 1, request["lora"]) if request.get("lora") else None
     for served in range(times := request.get("repeat", 1) + bool(request.get("then"))):
         if served == times - 1 and request.get("then"):
             change(engine, request["then"], request["by"])
@@ -131,7 +129,6 @@ def main() -> None:
             [{"prompt_token_ids": prompt} for prompt in request["prompts"]],
             SamplingParams(max_tokens=request["tokens"], temperature=0, ignore_eos=True, detokenize=False, logprobs=2),
             use_tqdm=False,
-            lora_request=adapter,
         )
     result = {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],

@@ -205,34 +205,6 @@ def in_float8(folder: Path, form: str, names: tuple[str, ...] = LINEAR) -> None:
     path.write_text(json.dumps(content))
 
 
-def adapter(folder: Path) -> Path:
-    """Write an adapter (LoRA) of random weights for models of ``SIZES``, large enough to change tokens."""
-    import torch
-    from safetensors.torch import save_file
-
-    hidden, neurons, rank = SIZES["hidden_size"], SIZES["intermediate_size"], 8
-    shapes = {
-        "self_attn.q_proj": (hidden, hidden),
-        "mlp.gate_proj": (neurons, hidden),
-        "mlp.up_proj": (neurons, hidden),
-        "mlp.down_proj": (hidden, neurons),
-    }
-    generator = torch.Generator().manual_seed(1)
-    weights = {}
-    for layer in range(SIZES["num_hidden_layers"]):
-        for name, (outputs, inputs) in shapes.items():
-            prefix = f"base_model.model.model.layers.{layer}.{name}"
-            for part, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
-                drawn = torch.randn(*shape, generator=generator) * SPREAD
-                weights[f"{prefix}.{part}.weight"] = drawn.to(torch.float16)
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    targets = [name.split(".")[1] for name in shapes]
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
 def greedy(model: Path, prompts: list[list[int]], stock: bool = False) -> list[list[int]]:
     """Eight tokens of each prompt by the best one, without an engine; with ``stock`` without twell."""
     import torch

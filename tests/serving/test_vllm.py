@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import COUNTED, LAYERS, ROW, Serve, adapter, checkpoint, counted, greedy, in_float8
+from served import COUNTED, LAYERS, ROW, Serve, checkpoint, counted, greedy, in_float8
 from test_routed_experts import EXPERTS
 from test_routed_experts import SIZES as EXPERT_SIZES
 
@@ -132,6 +132,7 @@ def test_activations_that_no_stock_class_has_never_run_without_twell(
         ("Starcoder2", "gelu_pytorch_tanh", "", {}, ""),
         ("OPT", "relu", "", {"model_impl": "vllm"}, ""),
         ("OPT", "relu", "", {"enable_lora": True}, "LoRA is enabled"),
+        ("Llama", "relu", "", {"enable_lora": True}, "LoRA is enabled"),
         ("Llama", "relu", "", {"dtype": "float32"}, "weights must be bfloat16 or float16, got torch.float32"),
         ("Nemotron", "relu2", "", {"dtype": "float32"}, "weights must be bfloat16 or float16, got torch.float32"),
         ("Llama", "relu", "", {"request": {"broken": True}}, "its kernels cannot be loaded"),
@@ -160,17 +161,6 @@ def test_what_runs_as_without_twell_and_why(
     assert len(said) == bool(reason)
     assert all(f"{LAYERS} {AS_WITHOUT} {reason}" in line for line in said)
     assert reason or served.model == stock.model
-
-
-def test_adapter_runs_as_without_twell_and_says_why(
-    relu: Path, tmp_path: Path, serve: Serve, expected: list[list[int]]
-) -> None:
-    request = {"lora": str(adapter(tmp_path / "adapter"))}
-    stock = serve(relu, plugin=False, model_impl="transformers", enable_lora=True, request=request)
-    served = serve(relu, enable_lora=True, request=request)
-    assert served.tokens == stock.tokens != expected
-    assert served.layers == []
-    assert f"{LAYERS} {AS_WITHOUT} LoRA is enabled" in served.log
 
 
 def test_prefixes_in_the_cache_change_no_token(relu: Path, serve: Serve, expected: list[list[int]]) -> None:
