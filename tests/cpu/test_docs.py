@@ -150,14 +150,12 @@ def section(path: Path, title: str) -> str:
     return found[1]
 
 
-def test_each_operator_is_on_the_page_and_its_help_has_all_that_its_schema_names() -> None:
+def test_the_help_of_each_operator_has_all_that_its_schema_names() -> None:
     registered = {
         name.removeprefix("twell::").partition(".")[0]
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("twell::")
     }
-    table = re.findall(r"(?m)^\| (`\w+`(?:, `\w+`)*) \|", (DOCS / "ops.md").read_text(encoding="utf-8"))
-    assert sorted(name.strip("`") for cell in table for name in cell.split(", ")) == sorted(registered)
     assert sorted(registered) == sorted(twell.ops.__all__)
 
     def described(op: str, seen: set[str]) -> set[str]:

@@ -183,27 +183,6 @@ def test_weights_of_the_router_may_be_of_the_input(experts: Any) -> None:
     assert not torch.equal(y, expected(x, w13, w2, ids, weights))
 
 
-def test_one_graph_has_all_numbers_of_tokens(experts: Any) -> None:
-    x, w13, w2, ids, weights = drawn()
-    method = made(experts, layers_of(experts), Config())
-    layer = loaded(method, w13, w2, torch.arange(E, dtype=torch.int32))
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph
-
-    def call(x: Tensor, weights: Tensor, ids: Tensor) -> Any:
-        return method.forward_native(layer, x, weights, ids)
-
-    run = torch.compile(call, fullgraph=True, dynamic=True, backend=backend)
-    for t in (5, 3, 2):
-        some = [given[:t].clone() for given in (x, weights, ids)]
-        assert torch.equal(run(*some), call(*some))
-    assert len(graphs) == 1
-    assert any(node.target is torch.ops.twell.experts for node in graphs[0].graph.nodes)
-
-
 def test_other_layers_are_vllms_own(experts: Any) -> None:
     stock, silu = experts.UnquantizedFusedMoEMethod, Config(activation=SimpleNamespace(value="silu"))
     layers = layers_of(experts)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Run, full, in_turn
+from test_data_parallel import make, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -21,37 +22,13 @@ from twell.distributed import tensor_parallel_plan
 from twell.recipe import _inputs
 
 
-class Block(nn.Module):
-    def __init__(self, gated: bool) -> None:
-        super().__init__()
-        kind: Any = twell.nn.SparseGatedMLP if gated else twell.nn.SparseMLP
-        self.mlp = kind(16, 32, bias=True, strategy="union")
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.mlp(x)
-        return y
-
-
-def make(gated: bool) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(gated), Block(gated)).double()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, 0.0, 0.3)
-    return model
-
-
-def batch(reader: int) -> Tensor:
-    generator = torch.Generator().manual_seed(reader)
-    return torch.randn(2, 24, 16, generator=generator, dtype=torch.float64)
-
-
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     y = model(x)
     gates = [_inputs.gates(each, 2048) for each in _inputs.read_inputs(model)]
     return y.square().mean() + sum(each.square().mean() for each in gates) + 0.1 * recipe.l1_term(model)
 
 
-def divided(model: nn.Sequential, how: str) -> int:
+def divided(model: Any, how: str) -> int:
     """Divide the model; return which tokens this rank reads."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if how == "tp":
@@ -72,18 +49,17 @@ def divided(model: nn.Sequential, how: str) -> int:
 
 
 def gradients(device: torch.device, how: str) -> None:
-    for gated in (True, False):
-        expected, model = make(gated), make(gated)
-        own = divided(model, how)
-        readers = {"tp": 1, "both": 2}.get(how, dist.get_world_size())
-        for each in (expected, model):
-            recipe.record_aux(each, inputs=True)
-        for reader in range(readers):
-            (loss_of(expected, batch(reader)) / readers).backward()
-        loss_of(model, batch(own)).backward()
-        for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
-            assert isinstance(p.grad, DTensor)
-            torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, n=name: f"{n}: {m}")
+    expected, model = make(device), make(device)
+    own = divided(model, how)
+    readers = {"tp": 1, "both": 2}.get(how, dist.get_world_size())
+    for each in (expected, model):
+        recipe.record_aux(each, inputs=True)
+    for reader in range(readers):
+        (loss_of(expected, tokens(device, 0, 0, reader)) / readers).backward()
+    loss_of(model, tokens(device, 0, 0, own)).backward()
+    for (name, p), q in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert isinstance(p.grad, DTensor)
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize(("how", "world"), [("tp", 2), ("fsdp", 2), ("both", 4), ("hybrid", 4)])
@@ -93,19 +69,19 @@ def test_gradients_of_gates(cpu_ranks: Run, how: str, world: int) -> None:
 
 
 def flat(device: torch.device) -> None:
-    model = FullyShardedDataParallel(make(True), use_orig_params=True, device_id=device)
+    model = FullyShardedDataParallel(make(device), use_orig_params=True, device_id=device)
     recipe.record_aux(model, inputs=True)
     with pytest.raises(ValueError, match=r"the gate's weight must be \[32, 16\], got \[\d+\]: FSDP1 has flat parts"):
-        loss_of(model, batch(0))
+        loss_of(model, tokens(device, 0, 0, 0))
 
 
 def firing(device: torch.device) -> None:
-    whole, model = make(True), make(True)
+    whole, model = make(device), make(device)
     divided(model, "tp")
     counts = []
     for each in (whole, model):
         with twell.count_firing(each) as found:
-            each(batch(0))
+            each(tokens(device, 0, 0, 0))
         counts.append(found["0.mlp"].counts)
     assert torch.equal(*counts)
     with pytest.raises(TypeError, match="gate_proj must have plain parameters, got DTensors"):
@@ -125,7 +101,7 @@ def adapters(device: torch.device) -> None:
             return self.base(x)
 
     for name in ("gate_proj", "up_proj", "down_proj"):
-        model = make(True)
+        model = make(device)
         setattr(model[0].mlp, name, Adapter(getattr(model[0].mlp, name)))
         with pytest.raises(ValueError, match=f"{name} must hold its own weight and bias, got Adapter; merge adapters"):
             divided(model, "tp")
@@ -155,7 +131,7 @@ def plain_parameters(device: torch.device) -> str:
     logging.getLogger("twell").addHandler(handler)
     divided(model, "tp")
     for each in (whole, model):
-        each(batch(0)).square().sum().backward()
+        each(tokens(device, 0, 0, 0)).square().sum().backward()
     for p, q in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(full(p.grad), q.grad)
     return "".join(said)
