@@ -73,7 +73,7 @@ ANOTHER = rows(
         return 1.001 * super().forward(x)
     y differs for
         return x + super().forward(x)
-    its activation is on up_proj, not on gate_proj
+    its activation is on up_proj, not on gate_proj.*rename the children
         return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
     it runs clamp
         return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=6000) * self.up_proj(x))
