@@ -1,7 +1,6 @@
 """``torch.ops.twell``: the CPU implementations equal the reference, the fakes tell the truth, the contract holds."""
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from tests import programs
 from tests.cases.verdicts import verdict
-from tests.cpu import fake_gpu
+from tests.cpu.fake_gpu import FakeGpu
 from twell import ops, reference
-from twell._runtime import geometry, program, specs
+from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.ops import library
 from twell.testing.case import Case
@@ -250,17 +249,8 @@ def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
             op(*given)
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[specs.Spec, tuple[Any, ...]]]]:
-    """Record the launches of the CUDA implementations, called on CPU tensors, as on a GPU of 132 SMs."""
-    yield fake_gpu.install(monkeypatch).launches
-    program.forget()
-
-
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_slice_is_packed_just_before_it_is_used(
-    gated: bool, launched: list[tuple[specs.Spec, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slice_is_packed_just_before_it_is_used(gated: bool, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """All slices use the same words and spill; statistics are parts of one tensor."""
     monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
     o = operands(650, 520, 16, bias=True)
@@ -269,10 +259,10 @@ def test_a_slice_is_packed_just_before_it_is_used(
     assert (y.shape, l1.shape, stats.shape, union.shape) == ((650, 16), (6, 128), (82, 3, 2), (6,))
     per_slice = ["gate_pack", "compact", "sampled_up", "gathered"] if gated else ["gate_pack", "compact", "gathered"]
     # the last slice has few tokens, for which there is another kernel
-    ran = [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in launched]
+    ran = [spec.op.removesuffix("_few").removesuffix("_token") for spec, _ in gpu.launches]
     assert ran == per_slice * 3
-    packs = [a for spec, a in launched if spec.op.startswith("gate_pack")]
-    compacts = [a for spec, a in launched if spec.op == "compact"]
+    packs = [a for spec, a in gpu.launches if spec.op.startswith("gate_pack")]
+    compacts = [a for spec, a in gpu.launches if spec.op == "compact"]
     for i, (rows, blocks) in enumerate(((256, 32), (256, 32), (138, 18))):
         x, _, bias, words, spill, figures = packs[i][:6]
         assert x.data_ptr() == o["x"][256 * i :].data_ptr()
@@ -314,7 +304,7 @@ def test_operands_as_kernels_read_them() -> None:
 
 
 def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(
-    launched: list[tuple[specs.Spec, tuple[Any, ...]]], caplog: pytest.LogCaptureFixture
+    gpu: FakeGpu, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_once.cache_clear()
     o = operands(5, 264, 16)
@@ -322,10 +312,10 @@ def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(
     # as nn.Linear stores it, [K, N], by rows of neurons, and two layouts that no kernel reads
     layouts = (rows.t().contiguous().t(), rows, rows.repeat_interleave(2, 1)[:, ::2], misaligned(rows))
     for w_down in layouts:
-        launched.clear()
+        gpu.clear()
         programs.union_layer((o["x"], o["w_gate"], o["w_up"], w_down))
-        copied.append([spec.op for spec, _ in launched].count("matrix_transpose"))
-        read = launched[-1][1][1]
+        copied.append(gpu.names().count("matrix_transpose"))
+        read = gpu.launches[-1][1][1]
         assert read.shape == rows.shape
         assert read.is_contiguous()
         assert (read.data_ptr() == rows.data_ptr()) == (w_down is rows)
