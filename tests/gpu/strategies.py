@@ -1,14 +1,16 @@
-"""What GPU tests share: names, the packed gate beside the CPU's, repeats, calls that never wait."""
+"""What GPU tests share: names, modules of problems, the packed gate beside the CPU's, calls that never wait."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from twell import ops, testing
+from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
@@ -16,7 +18,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 BIASES = "gate up down"
 BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-BUSY = pytest.mark.parametrize("busy", [False, True], ids=["alone", "busy"])
 BY_NAME = pytest.mark.parametrize("strategy", ["row", "union"])
 
 
@@ -34,23 +35,27 @@ def exact(problem: FFN, strategy: str, gated: bool = True) -> Tensor:
     return testing.exact_output(problem, gated=gated, rounded=strategy == "union")
 
 
-def assert_repeats(call: Callable[[], tuple[Tensor, ...]], runs: int, busy: bool) -> None:
-    """All runs have the same bits. ``busy``: beside products on another stream, so that CTAs start unevenly."""
-    first = call()
-    different = torch.zeros(len(first), dtype=torch.int64, device=CUDA)
-    other = torch.cuda.Stream()
-    noise = torch.randn(1024, 1024, device=CUDA, dtype=BF16)
-    torch.cuda.synchronize()
+def set_weights(mlp: Any, problem: FFN) -> None:
+    """Copy the weights and biases of a problem into a module."""
+    gated = isinstance(mlp, SparseGatedMLP)
+    given = {"gate" if gated else "up": (problem.w_gate, problem.b_gate), "down": (problem.w_down.t(), problem.b_down)}
+    if gated:
+        given["up"] = problem.w_up, problem.b_up
+    with torch.no_grad():
+        for name, (weight, bias) in given.items():
+            projection = getattr(mlp, f"{name}_proj")
+            projection.weight.copy_(weight)
+            if bias is not None:
+                projection.bias.copy_(bias)
 
-    def bits(t: Tensor) -> Tensor:
-        return t.reshape(-1).view(torch.int16)
 
-    for _ in range(runs):
-        if busy:
-            with torch.cuda.stream(other):
-                torch.mm(noise, noise)
-        different += torch.stack([(bits(a) != bits(b)).any().long() for a, b in zip(call(), first, strict=True)])
-    assert different.tolist() == [0] * len(first)
+def module(problem: FFN, gated: bool = True, layout: DownLayout = "rows", **options: Any) -> Any:
+    """A problem as a module."""
+    (n, k), cls = problem.w_gate.shape, SparseGatedMLP if gated else SparseMLP
+    mlp = cls(k, n, problem.b_gate is not None, device=problem.x.device, dtype=problem.x.dtype, **options)
+    set_down_layout(mlp, layout)
+    set_weights(mlp, problem)
+    return mlp
 
 
 def assert_nothing_waits(calls: Callable[[], None]) -> None:

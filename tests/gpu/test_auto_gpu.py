@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from tests import programs
+from tests.gpu.strategies import BOTH, module, set_weights
 from twell import testing
-from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops import screened
 from twell.strategy import costs, tables
 from twell.testing import FFN
@@ -28,7 +28,6 @@ SCREENS = tables.Table(
     "a GPU",
     "2026-11-22",
 )
-BOTH = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 
 
 @pytest.fixture(scope="module", params=["uniform29", "topic29", "topic128", "dense911"])
@@ -44,25 +43,6 @@ def topic() -> FFN:
 @pytest.fixture(scope="module")
 def dense() -> FFN:
     return testing.make("dense911", M)
-
-
-def module(problem: FFN, gated: bool = True, layout: DownLayout = "rows") -> Any:
-    """The layer as a module, with ``strategy="auto"``."""
-    (n, k), cls = problem.w_gate.shape, SparseGatedMLP if gated else SparseMLP
-    mlp = cls(k, n, device="cuda", dtype=problem.x.dtype)
-    set_down_layout(mlp, layout)
-    set_weights(mlp, problem)
-    return mlp
-
-
-def set_weights(mlp: Any, problem: FFN) -> None:
-    with torch.no_grad():
-        if isinstance(mlp, SparseGatedMLP):
-            mlp.gate_proj.weight.copy_(problem.w_gate)
-            mlp.up_proj.weight.copy_(problem.w_up)
-        else:
-            mlp.up_proj.weight.copy_(problem.w_gate)
-        mlp.down_proj.weight.copy_(problem.w_down.t())
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import twell
-from tests.gpu.strategies import BF16, BIASES, CUDA, assert_nothing_waits
+from tests.gpu.strategies import BF16, BIASES, CUDA, assert_nothing_waits, module
 from twell import _compaction, testing
 from twell.nn import SparseGatedMLP
 from twell.testing import FFN
@@ -18,17 +18,6 @@ from twell.testing import FFN
 def problem() -> FFN:
     """Few non-zeros, so most neurons never fire."""
     return testing.integer_problem(130, 264, 1032, density=0.003, biases=BIASES, device=CUDA)
-
-
-def layer_of(p: FFN) -> SparseGatedMLP:
-    """The module with the weights and biases of a problem."""
-    n, k = p.w_gate.shape
-    mlp = SparseGatedMLP(k, n, p.b_gate is not None, dtype=p.x.dtype, device=CUDA, strategy="row")
-    state = {"gate_proj.weight": p.w_gate, "up_proj.weight": p.w_up, "down_proj.weight": p.w_down.t()}
-    if p.b_gate is not None:
-        state |= {f"{name}_proj.bias": getattr(p, f"b_{name}") for name in ("gate", "up", "down")}
-    mlp.load_state_dict(state)
-    return mlp
 
 
 def counted(mlp: nn.Module, x: Tensor) -> twell.Firing:
@@ -45,7 +34,7 @@ def fired(p: FFN) -> Tensor:
 def test_counts_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real numbers, some so near zero that the order of summation decides their sign; also in chunks."""
     p = testing.make("skew29", 4096, 1024, 2816, device=CUDA)
-    mlp = layer_of(p)
+    mlp = module(p, layout="auto", strategy="row")
     expected = (twell.pack(p.x, p.w_gate, p.b_gate).unpack() != 0).sum(0)
     layer = counted(mlp, p.x)
     assert torch.equal(layer.counts, expected)
@@ -58,7 +47,7 @@ def test_counts_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_counting_never_waits_and_graphs_count_at_every_replay() -> None:
     p = problem()
-    mlp, x = layer_of(p), p.x.clone().requires_grad_()
+    mlp, x = module(p, layout="auto", strategy="row"), p.x.clone().requires_grad_()
     firing: dict[str, twell.Firing] = {}
 
     def calls() -> None:
@@ -87,7 +76,7 @@ def test_counting_never_waits_and_graphs_count_at_every_replay() -> None:
 def test_bits_moves_and_state_dicts() -> None:
     """What is kept is where the layer is, what is removed on the CPU."""
     p = problem()
-    mlp = layer_of(p)
+    mlp = module(p, layout="auto", strategy="row")
     compacted, report = twell.compact(mlp, counted(mlp, p.x))
     (layer,) = report.layers
     assert 0 < layer.alive <= layer.kept < layer.neurons
@@ -96,12 +85,12 @@ def test_bits_moves_and_state_dicts() -> None:
     fresh.load_state_dict(state)
     on_cpu = copy.deepcopy(compacted).cpu()
     assert on_cpu.compaction.kept.device.type == "cpu"
-    for module in (compacted, fresh, on_cpu.to(CUDA)):
-        assert module.compaction.kept.device == p.x.device
-        assert module.compaction.removed.device.type == "cpu"
+    for made in (compacted, fresh, on_cpu.to(CUDA)):
+        assert made.compaction.kept.device == p.x.device
+        assert made.compaction.removed.device.type == "cpu"
         with torch.no_grad():
-            testing.assert_same(module(p.x), testing.exact_output(p))
-        for ours, right in zip(twell.restore(module).parameters(), mlp.parameters(), strict=True):
+            testing.assert_same(made(p.x), testing.exact_output(p))
+        for ours, right in zip(twell.restore(made).parameters(), mlp.parameters(), strict=True):
             assert (ours.device, ours.stride()) == (right.device, right.stride())
             testing.assert_same(ours.detach(), right.detach())
 

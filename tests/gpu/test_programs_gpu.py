@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import twell
+from tests.gpu.strategies import module
 from twell import testing
 from twell._runtime import host, program
-from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.strategy.plan import Route
 
 CUDA = torch.device("cuda", 0)
@@ -26,16 +26,9 @@ def programs() -> Iterator[None]:
     program.forget()
 
 
-def layer(problem: testing.FFN, strategy: Any = "union", gated: bool = True, rows: bool = True) -> Any:
-    """The problem as a module for inference."""
-    made = (SparseGatedMLP if gated else SparseMLP)(K, N, strategy=strategy, device=CUDA, dtype=problem.x.dtype)
-    with torch.no_grad():
-        (made.gate_proj if gated else made.up_proj).weight.copy_(problem.w_gate)
-        if gated:
-            made.up_proj.weight.copy_(problem.w_up)
-        made.down_proj.weight.copy_(problem.w_down.t())
-    set_down_layout(made, "rows" if rows else "linear")
-    return made.eval().requires_grad_(False)
+def frozen(*how: Any, **options: Any) -> Any:
+    """A module for inference."""
+    return module(*how, **options).eval().requires_grad_(False)
 
 
 def step(made: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -45,9 +38,9 @@ def step(made: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, [leaf, *made.parameters()], dy)]
 
 
-@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("layout", ["rows", "linear"])
 @pytest.mark.parametrize("gated", [True, False])
-def test_both_runners_give_the_same_bits(gated: bool, rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_runners_give_the_same_bits(gated: bool, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if host.maker() is None:
         pytest.skip(f"there is one runner: {host.runner()}")
     results = []
@@ -66,9 +59,9 @@ def test_both_runners_give_the_same_bits(gated: bool, rows: bool, monkeypatch: p
                     weights = (p.w_gate, p.w_up, p.w_down.t()) if gated else (p.w_gate, p.w_down.t())
                     of_one.append(function(p.x, *weights, strategy=strategy))
                     if isinstance(strategy, str):
-                        made = layer(problem, strategy, gated, rows)
+                        made = frozen(problem, gated, layout, strategy=strategy)
                         of_one += [made(problem.x), made(problem.x)]
-            made, dy = layer(problem, "union", gated, rows), torch.ones_like(problem.x)
+            made, dy = frozen(problem, gated, layout, strategy="union"), torch.ones_like(problem.x)
             of_one += step(made, problem.x, dy) + step(made, problem.x, dy)
         results.append(of_one)
     for by_c, by_python in zip(*results, strict=True):
@@ -77,7 +70,7 @@ def test_both_runners_give_the_same_bits(gated: bool, rows: bool, monkeypatch: p
 
 def test_more_kinds_of_calls_than_are_kept() -> None:
     problem = testing.make("topic29", 700, K, N)
-    made, dense = layer(problem), layer(problem, "dense")
+    made, dense = (frozen(problem, strategy=name) for name in ("union", "dense"))
     sizes = [*range(1, 300), *range(1, 300, 7)]
     for m in sizes:
         y, expected = made(problem.x[:m]), dense(problem.x[:m])

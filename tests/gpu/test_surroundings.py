@@ -4,37 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import twell
+from tests.gpu.strategies import module
 from twell import testing
-from twell.nn import SparseGatedMLP
-from twell.testing import FFN
-
-
-def call_of(problem: FFN, strategy: str) -> Callable[[Tensor], Tensor]:
-    """The layer as a function of x; "training" is the forward pass of a step."""
-    weights = (problem.w_gate, problem.w_up, problem.w_down.t())
-    if strategy == "training":
-        gate = problem.w_gate.clone().requires_grad_()
-        return lambda x: twell.sparse_gated_ffn(x, gate, *weights[1:], strategy="union").detach()
-    return lambda x: twell.sparse_gated_ffn(x, *weights, strategy=strategy)
-
-
-def module(problem: FFN, **options: Any) -> SparseGatedMLP:
-    n, k = problem.w_gate.shape
-    mlp = SparseGatedMLP(k, n, device=problem.x.device, dtype=problem.x.dtype, **options)
-    with torch.no_grad():
-        mlp.gate_proj.weight.copy_(problem.w_gate)
-        mlp.up_proj.weight.copy_(problem.w_up)
-        mlp.down_proj.weight.copy_(problem.w_down.t())
-    return mlp
-
 
 # Streams
 
@@ -42,16 +18,15 @@ def module(problem: FFN, **options: Any) -> SparseGatedMLP:
 @pytest.mark.parametrize("m", [8, 300, 2048])
 def test_a_capture_that_forks_and_joins(m: int) -> None:
     p, q = testing.make("topic29", m), testing.make("skew29", m, seed=1)
-    row, union, other = (call_of(*each) for each in ((p, "row"), (p, "union"), (q, "union")))
-    right = [row(p.x), other(q.x), union(p.x)]
+    right = [testing.sparse_output(p, strategy="row"), *(testing.sparse_output(r, strategy="union") for r in (q, p))]
     main, side, graph = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=main):
-        a = row(p.x)
+        a = testing.sparse_output(p, strategy="row")
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            b = other(q.x)
-        c = union(p.x)
+            b = testing.sparse_output(q, strategy="union")
+        c = testing.sparse_output(p, strategy="union")
         main.wait_stream(side)
         d = b + c
     for _ in range(20):
