@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from twell.nn import SparseGatedMLP, SparseMLP
 
-STRATEGIES = ("auto", "row", "union", "dense")
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 Module = type[SparseGatedMLP] | type[SparseMLP]
 CHILDREN = ("gate_proj", "up_proj", "down_proj")
@@ -34,9 +33,3 @@ def close(y: Tensor, expected: Tensor) -> None:
     assert y.shape == expected.shape
     assert y.dtype == expected.dtype
     assert (y.double() - expected.double()).norm() <= 2e-2 * expected.double().norm()
-
-
-def agrees(mlp: nn.Module) -> None:
-    """Call ``mlp`` as servers do; it must agree with its children."""
-    with torch.no_grad():
-        close(mlp(tokens()), by_children(mlp, tokens()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling.bench import cli, main
+from profiling.bench import cli, main, report
 from profiling.bench.decode import Decode
 from profiling.bench.energy import Energy
 from profiling.bench.layers import OPS, Options, TimedLayer
@@ -26,6 +28,7 @@ from twell import testing
 from twell.commands import timing
 from twell.commands.timing import Call, measure
 from twell.nn import SparseFFN
+from twell.testing.experts import draw_experts, hidden_of
 
 TINY = ["-m", "64", "-k", "64", "-n", "264", "--device", "cpu", "--seconds", "0.001"]
 WORKLOAD = "nnz=9,skew=0.5"
@@ -410,3 +413,60 @@ def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cac
 
 
 # The command line
+
+
+# Experts
+
+
+def test_rows_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "a.json"
+    sizes = ["--shapes", "tiny", "--sequences", "1", "9", "--skew", "0", "1.5", "--seconds", "0.01"]
+    assert main(["moe", *sizes, "--device", "cpu", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert [(row["variant"], row["sequences"], row["skew"]) for row in found["rows"]][:3] == [
+        ('"row"', 1, 0.0),
+        ('"dense"', 1, 0.0),
+        ('"auto"', 1, 0.0),
+    ]
+    assert len(found["rows"]) == 12
+    assert all(row["us"] > 0 and row["error"] < 1.5 for row in found["rows"])
+    assert "over copy" in capsys.readouterr().out
+
+
+def test_draws_of_experts_fire_and_route_as_asked() -> None:
+    problem = draw_experts(400, 64, 256, 8, 2, firing=0.1, skew=1.0)
+    shares = [float(hidden_of(problem, expert)[1].float().mean()) for expert in range(4)]
+    assert all(0.07 < share < 0.13 for share in shares)
+    counts = torch.bincount(problem.expert_ids.flatten(), minlength=8)
+    assert counts[0] > 2 * counts[7]
+    assert all(len(set(ids)) == 2 for ids in problem.expert_ids.tolist())
+
+
+# Files
+
+
+@dataclass
+class Timed:
+    name: str
+    ms: float | None = None
+    red: str = ""
+
+
+def test_a_file_that_cannot_be_written_costs_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError("no space left")
+
+    run = report.Run("bench", tmp_path / "x.json", lambda: {"machine": "m", "arguments": {}})
+    with monkeypatch.context() as patched:
+        patched.setattr("twell._files.write_text", full)
+        run.add([Timed("a", 1.0)])
+        run.measure(lambda: run.add([Timed("b", 2.0)]))
+    # said once
+    assert capsys.readouterr().err.count("x.json cannot be written: no space left") == 1
+    assert run.status() == 2
+    run.add([Timed("c", math.inf, red="wrong")])
+    text = (tmp_path / "x.json").read_text()
+    rows = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["rows"]
+    assert (run.status(), len(rows), rows[-1]) == (1, 3, {"name": "c", "ms": None, "red": "wrong"})
