@@ -247,17 +247,6 @@ def test_every_architecture_has_its_family(arch: str) -> None:
     assert specs.UnpackSpec("bfloat16") in shipped
 
 
-def test_specs_of_the_portable_family() -> None:
-    """Few tokens have no kernel for all of "union"; "row" is one without clusters."""
-    bf16, portable = torch.bfloat16, specs.PORTABLE
-    for k, k_max in ((64, 1024), (2048, 2048), (2056, 4096), (16384, 16384)):
-        row = specs.UpDownTokenSpec("bfloat16", k_max, 1, True, family=portable)
-        for m in (1, 2049, 100_000):
-            assert {tuning.up_down_token(bf16, m, k, True, invariant, portable) for invariant in (False, True)} == {row}
-    assert tuning.up_down_tile(bf16, 16, 2048, 5632, True) is not None
-    assert tuning.up_down_tile(bf16, 16, 2048, 5632, True, portable) is None
-
-
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The tokens, K and neurons of each product that fills a gate from now on; its bits are those of F.linear."""
     made: list[tuple[int, ...]] = []

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
 from twell._runtime import host, program, resolve, specs
-from twell._runtime.program import Program, View, contiguous
+from twell._runtime.program import Program, View
 
 F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
 ONE, TWO = specs.UnpackSpec("bfloat16"), specs.UnpackSpec("float16")
@@ -172,11 +172,6 @@ def test_kept_programs_are_bounded_and_forgotten(gpu: FakeGpu) -> None:
     program.forget()
     build(299)
     assert made[-1] == 299
-
-
-def test_strides_of_contiguous_tensors() -> None:
-    for shape in ((), (5,), (3, 4), (2, 3, 4), (0, 4), (2, 0, 3)):
-        assert contiguous(shape) == torch.empty(shape).stride()
 
 
 @pytest.mark.parametrize("make", [lambda v: v.part(2, 9), lambda v: v.part(0, 4)])
