@@ -143,11 +143,7 @@ def test_a_device_that_is_not_there(count: int, text: str, monkeypatch: pytest.M
 
 
 def test_text_too_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(tmp_path) == 2
-    assert "expected at least 2 UTF-8 text files (one to train on, one to hold back), got 0" in capsys.readouterr().err
     (tmp_path / "one.txt").write_text("x" * 5000)
-    assert run_demo(tmp_path) == 2
-    assert "got 1 in" in capsys.readouterr().err
     (tmp_path / "two.txt").write_text("y" * 100)
     assert run_demo(tmp_path) == 2
     assert "expected at least 264 bytes of text to train on and as many in other files" in capsys.readouterr().err

@@ -1,8 +1,9 @@
-"""profiling/host.py on CPU operators, and how a GPU's eager calls are timed, with a GPU that records."""
+"""profiling/host.py on CPU operators; how eager calls are timed, with a GPU that records; the profiled program."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling import host
+from profiling import host, parallel
 from profiling.bench import protocol
 from profiling.bench.layers import module_of
 from profiling.bench.protocol import Device, Gpu
 from profiling.draw.common import loads
+from profiling.nsight import profile_target
 from twell import testing
 from twell.commands import timing
 from twell.commands.timing import Call, Recording
@@ -232,3 +234,29 @@ def test_replays_are_queued_as_calls_are(log: list[str], monkeypatch: pytest.Mon
     log.clear()
     made.replay()
     assert log == ["wait", "replay", "event", "replay", "replay", "event"]
+
+
+# The profiled program, and steps of several GPUs
+
+TINY = ["--device", "cpu", "--m", "130", "--k", "64", "--n", "264", "--workload", "nnz=10,skew=1"]
+
+
+def test_every_operator_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    every = ",".join((*profile_target.OPS, *profile_target.KERNELS))
+    assert profile_target.main([every, *TINY, "--calls", "1", "--warm-up", "1"]) == 0
+    said = f"profile_target: 1 call of {every.replace(',', ', ')}: nnz=10,skew=1, 130 tokens\n"
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "red"), [(2.01, 1.04, ""), (2.03, 1.0, "loss"), (2.0, 1.06, "norm"), (2.0, math.nan, "norm")]
+)
+def test_a_step_of_several_gpus_with_another_loss_or_norm_is_red(loss: float, norm: float, red: str) -> None:
+    dense, sparse = rows = [
+        parallel.Row("ddp", f"{kind} eager", 2, 64, ms=ms) for kind, ms in (("dense", 3.0), ("sparse", 2.0))
+    ]
+    dense.loss, dense.norm, sparse.loss, sparse.norm = 2.0, 1.0, loss, norm
+    parallel.compare(rows)
+    assert sparse.red.startswith(red)
+    assert bool(sparse.red) == bool(red)
+    assert (dense.speedup, sparse.speedup) == (1.0, None if red else 1.5)

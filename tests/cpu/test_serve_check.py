@@ -372,26 +372,8 @@ def without(part: str) -> Any:
     return lambda weights: {name: weight for name, weight in weights.items() if part not in name}
 
 
-def with_tower(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return weights | {f"tower.{name}": weight.clone() for name, weight in weights.items() if ".mlp." in name}
-
-
-def without_neurons(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    weights = {name: weight[:, :0] if "down_proj" in name else weight for name, weight in weights.items()}
-    return {name: weight[:0] if "mlp" in name and "down" not in name else weight for name, weight in weights.items()}
-
-
 def as_dtype(part: str, dtype: torch.dtype) -> Any:
     return lambda weights: {name: weight.to(dtype) if part in name else weight for name, weight in weights.items()}
-
-
-def cut(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    name = "model.layers.1.mlp.down_proj.weight"
-    return weights | {name: weights[name][:, :-8]}
-
-
-def by_rows(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: weight.T if "down_proj" in name else weight for name, weight in weights.items()}
 
 
 @pytest.mark.parametrize(
@@ -404,12 +386,26 @@ def by_rows(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         ),
         (without("layers.2."), "num_hidden_layers = 3, got 2 layers from 0 to 1"),
         (without("layers.0."), "num_hidden_layers = 3, got 2 layers from 1 to 2"),
-        (with_tower, "a number of its own, got model.layers.0.mlp and tower.model.layers.0.mlp"),
-        (without_neurons, "of at least one row and column, got [0, 64]"),
+        (
+            lambda weights: weights | {f"tower.{name}": w.clone() for name, w in weights.items() if ".mlp." in name},
+            "a number of its own, got model.layers.0.mlp and tower.model.layers.0.mlp",
+        ),
+        (
+            lambda weights: {
+                name: w[:, :0] if "down_proj" in name else w[:0] if "mlp" in name else w for name, w in weights.items()
+            },
+            "of at least one row and column, got [0, 64]",
+        ),
         (as_dtype("up_proj", torch.int8), "must be BF16 or F16 or F32 for vLLM to serve it through twell, got I8"),
         (as_dtype("down_proj", torch.float8_e4m3fn), "for vLLM to serve it through twell, got F8_E4M3"),
-        (cut, "down_proj.weight: the down weight must be [64, 320] (linear) or [320, 64] (rows), got [64, 312]"),
-        (by_rows, "vLLM reads down weights [hidden, intermediate]"),
+        (
+            lambda weights: {name: w[:, :-8] if "1.mlp.down" in name else w for name, w in weights.items()},
+            "down_proj.weight: the down weight must be [64, 320] (linear) or [320, 64] (rows), got [64, 312]",
+        ),
+        (
+            lambda weights: {name: w.T if "down_proj" in name else w for name, w in weights.items()},
+            "vLLM reads down weights [hidden, intermediate]",
+        ),
     ],
 )
 def test_files_that_no_server_would_take_are_refused(

@@ -242,40 +242,6 @@ def test_the_first_term_has_its_value_and_others_their_coefficient() -> None:
     assert target.read()["non_zeros"] == pytest.approx(float(model.mlps[0](x, True)[1].l0), rel=0.5)
 
 
-@pytest.mark.parametrize("kind", ["gates", "threshold"])
-def test_a_target_goes_on_where_it_was_saved(kind: str, tmp_path: Path) -> None:
-    def begin() -> tuple[nn.Module, Any, Any]:
-        model = Model()
-        recipe.record_aux(model, inputs=True)
-        target = TargetThreshold(model, 5, 20) if kind == "threshold" else TargetSparsity(5, 20, of="gate")
-        return model, target, torch.optim.SGD(model.parameters(), 0.05)
-
-    def run(stop: int | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        model, target, optimizer = begin()
-        for step, (x, y) in zip(range(20), batches()):
-            if step == stop:
-                # a step that is not complete is forgotten
-                model(x)
-                target.term(model)
-                torch.save([target.state_dict(), model.state_dict()], tmp_path / "target")
-                model, target, optimizer = begin()
-                held, weights = torch.load(tmp_path / "target", weights_only=True)
-                target.load_state_dict(held)
-                model.load_state_dict(weights)
-            ((model(x) - y).square().mean() + target.term(model)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            target.update()
-        settled = [torch.tensor(target.settle())] if kind == "threshold" else []
-        return [*settled, *model.parameters()]
-
-    whole = run(None)
-    assert kind != "threshold" or whole[0] > 0
-    for stop in (1, 12):
-        assert all(torch.equal(a, b) for a, b in zip(run(stop), whole))
-
-
 def threshold(model: nn.Module) -> Any:
     return TargetThreshold(model, 5, 10)
 
