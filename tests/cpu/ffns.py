@@ -279,6 +279,17 @@ class Adapter(nn.Module):
         return self.base_layer(x) + 3 * self.up(self.down(x))
 
 
+class Wrapped(nn.Module):
+    """A wrapper that may exchange the weight while it calls its layer, as peft does for ``target_parameters``."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x)  # type: ignore[no-any-return]
+
+
 def sequence(act: Any = None) -> nn.Module:
     return nn.Sequential(nn.Linear(K, N), act or nn.ReLU(), nn.Linear(N, K), nn.Dropout(0.0))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, Block, CastLinear, Fused, Gated, K, N, Plain, Wi, pickled, take, tokens
+from ffns import BF16, Block, CastLinear, Fused, Gated, K, N, Plain, Wi, pickled, take, tokens, written
 from torch import Tensor, nn
 
 import twell
@@ -89,18 +89,10 @@ def test_main_gradients_and_counts_of_casting_layers() -> None:
     assert 0.3 * N < float(firing["0"].counts.sum()) / 14 < 0.7 * N
 
 
-class Casts(nn.Linear):
-    """One that casts x to the dtype of its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight)
-
-
-class Widening(nn.Linear):
-    """One that computes in the dtype of its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
+CASTS = {
+    "x to the weight's dtype": "return F.linear(x.to(self.weight.dtype), self.weight)",
+    "x and back": "return F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)",
+}
 
 
 class Half(nn.Linear):
@@ -135,7 +127,10 @@ class Out(Plain):
         return self.out(super().forward(x))
 
 
-@pytest.mark.parametrize(("form", "kind"), [(Gated, Casts), (Gated, Half), (Gated, Widening), (Block, Half)])
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [*((Gated, written(code, nn.Linear, globals())) for code in CASTS.values()), (Gated, Half), (Block, Half)],
+)
 def test_other_casts_are_refused_before_anything_changes(form: Any, kind: Any) -> None:
     m = casting(form())
     for module in m.modules():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, Adapter, Block, K, N, Split, Wi, pickled, take, tokens
+from ffns import BF16, Adapter, Block, K, N, Split, Wi, Wrapped, pickled, take, tokens
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -69,44 +69,25 @@ def sparse_square() -> Any:
     return m
 
 
-class Dropping(nn.Module):
+class Dropping(Wrapped):
     """A wrapper that loses part of its layer's input."""
 
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(F.dropout(x, 0.5))
+        return super().forward(F.dropout(x, 0.5))
 
 
-class Passing(nn.Module):
-    """A wrapper that may exchange the weight while it calls its layer, as peft does for ``target_parameters``."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x)
-
-
-class Bypassing(nn.Module):
+class Bypassing(Wrapped):
     """A wrapper that reads its layer's parameters and does not call it, as some adapters do."""
 
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.base = base
-
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.base.weight, self.base.bias)
+        return F.linear(x, self.base_layer.weight, self.base_layer.bias)
 
 
 CHANGES: dict[str, tuple[str, Callable[[Any], nn.Module]]] = {
     "fc1 adapted": ("fc1", Adapter),
     "fc1 replaced": ("fc1", lambda _: nn.Linear(K, K)),
     "fc1 left out": ("fc1", lambda _: nn.Identity()),
-    "fc1 wrapped": ("fc1", Passing),
+    "fc1 wrapped": ("fc1", Wrapped),
     "fc1 bypassed": ("fc1", Bypassing),
     "fc2 adapted": ("fc2", Adapter),
     "fc2 of any width": ("fc2", lambda _: nn.AdaptiveAvgPool1d(K)),

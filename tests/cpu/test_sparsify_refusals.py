@@ -28,6 +28,7 @@ from ffns import (
     Output,
     Split,
     Wi,
+    Wrapped,
     take,
     tokens,
     written,
@@ -361,17 +362,6 @@ class MyLinear(nn.Linear):
 
 class Quantised(nn.Parameter):
     """A weight of another package."""
-
-
-class Wrapped(nn.Module):
-    """A wrapper as adapters use."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x)
 
 
 def put(name: str, make: Callable[[Any], object]) -> Callable[[Any], None]:

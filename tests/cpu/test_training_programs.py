@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
-from tests.cpu.test_hybrid import forward, problem, upstream
+from tests.cpu.test_hybrid import forward, parts, problem, upstream
 from twell import _autograd, ops, testing
 from twell._activation import RELU, activation_of
 from twell._runtime import geometry, resolve, specs
@@ -95,6 +95,18 @@ def test_gates_that_no_kernel_takes_are_refused(gpu: FakeGpu) -> None:
         with pytest.raises(TypeError, match=r"^x must be bfloat16 or float16, got torch\.float32"):
             on_cuda(op, arguments)
     assert not gpu.launches
+
+
+def test_a_missing_gradient_of_l1_is_a_zero_of_the_format(gpu: FakeGpu) -> None:
+    p = problem(130, 264, 16, 0.1)
+    *_, kept = forward(p)
+    on_cuda(ops.hybrid_backward, (upstream(p)[0], None, *p[:6], kept, True, True))
+    places = {"sampled_grad": 7, "overflow": 8}
+    given = [arguments[places[spec.op]] for spec, arguments in gpu.launches if spec.op in places]
+    assert len(given) == 2
+    for dl1 in given:
+        assert dl1.data_ptr() == parts(kept, p).chunks.data_ptr()
+        assert (dl1.dtype, dl1.tolist()) == (torch.float32, [0.0])
 
 
 # Steps
