@@ -23,13 +23,8 @@ from twell.ops.hybrid_forward import forward_of
 from twell.ops.operands import Form, Mains, Operands, made
 
 BF16 = torch.bfloat16
-PACKED = ["gate_pack", "compact"]
-SCREENED = ["quantize_gate", "quantize_gate", "gate_screen", "list_candidates", "sampled_gate", "compact"]
-WEIGHTS = ["rank", "transpose", "weight_grad"]
-
-
-def multiplied(gated: bool) -> list[str]:
-    return [*(["sampled_up"] if gated else []), "gathered", "overflow"]
+MULTIPLIED = ["sampled_up", "gathered", "overflow"]
+SCREENED = ["quantize_gate", "quantize_gate", "gate_screen", "list_candidates", "sampled_gate", "compact", *MULTIPLIED]
 
 
 def on_cuda(op: Any, arguments: tuple[Any, ...]) -> Any:
@@ -113,38 +108,19 @@ def test_a_missing_gradient_of_l1_is_a_zero_of_the_format(gpu: FakeGpu) -> None:
 
 
 class Step:
-    """A layer of normal values whose operands are leaves, and one step of it."""
+    """A layer of zeros whose operands are leaves, and one step of it."""
 
-    def __init__(
-        self,
-        shape: tuple[int, ...] = (130, 64),
-        n: int = 264,
-        *,
-        gated: bool = True,
-        biases: str = "",
-        rows: bool = True,
-        frozen: str = "",
-        dtype: torch.dtype = BF16,
-    ) -> None:
-        k = shape[-1]
-        down = torch.empty(n, k, dtype=dtype).t() if rows else torch.empty(k, n, dtype=dtype)
-        sizes: list[Any] = [shape, (n, k), (n, k), down, (n,), (n,), (k,)]
-        self.operands: dict[str, Tensor] = {}
-        for name, size in zip(Operands._fields, sizes):
-            if (name[0] == "b" and name[2:] not in biases.split()) or (not gated and name in ("w_up", "b_up")):
-                continue
-            tensor = size if isinstance(size, Tensor) else torch.empty(size, dtype=dtype)
-            self.operands[name] = tensor.zero_().requires_grad_(name not in frozen.split())
+    def __init__(self, shape: tuple[int, ...] = (130, 64), *, gated: bool = True, frozen: str = "") -> None:
+        k, n = shape[-1], 264
+        sizes = {"x": shape, "w_gate": (n, k), **({"w_up": (n, k)} if gated else {}), "w_down": (n, k)}
+        given = {name: torch.zeros(size, dtype=BF16) for name, size in sizes.items()}
+        given["w_down"] = given["w_down"].t()
+        self.operands = {name: t.requires_grad_(name not in frozen.split()) for name, t in given.items()}
         self.gated = gated
 
     def forward(self, **options: Any) -> Any:
-        o = self.operands
-        options = {"strategy": "union", **options}
-        if self.gated:
-            biases = {name: o.get(name) for name in ("b_gate", "b_up", "b_down")}
-            return twell.sparse_gated_ffn(o["x"], o["w_gate"], o["w_up"], o["w_down"], **biases, **options)
-        biases = {"b_up": o.get("b_gate"), "b_down": o.get("b_down")}
-        return twell.sparse_ffn(o["x"], o["w_gate"], o["w_down"], **biases, **options)
+        function: Any = twell.sparse_gated_ffn if self.gated else twell.sparse_ffn
+        return function(*self.operands.values(), strategy="union", **options)
 
     def __call__(self, **options: Any) -> None:
         y = self.forward(**options)
@@ -155,14 +131,9 @@ class Step:
                 assert (operand.grad.shape, operand.grad.stride()) == (operand.shape, operand.stride()), name
 
 
-def launches_of(gated: bool, rows: bool, x: bool, weights: bool, down: bool) -> list[str]:
-    turned = [] if rows else ["matrix_transpose"]
-    up = ["sampled_up"] if gated else []
-    first = [*PACKED, *up, *turned, "gathered", "overflow"]
-    if not x and not weights:
-        return first
-    last = ["sampled_grad", *(["gathered"] if x else []), *(WEIGHTS if weights else []), "overflow"]
-    return [*first, *turned, *last, *(turned if down else [])]
+def launches_of(gated: bool) -> list[str]:
+    backward = ["sampled_grad", "gathered", "rank", "transpose", "weight_grad", "overflow"]
+    return ["gate_pack", "compact", *MULTIPLIED[not gated :], *backward]
 
 
 def test_a_screen_of_a_threshold_has_a_bias_of_its_own(gpu: FakeGpu) -> None:
@@ -171,7 +142,7 @@ def test_a_screen_of_a_threshold_has_a_bias_of_its_own(gpu: FakeGpu) -> None:
         gpu.clear()
         given = p if biases else p._replace(b_gate=None)
         on_cuda(ops.hybrid_forward, (*given, 8, 0, name, threshold, True))
-        assert gpu.names() == [*SCREENED, *multiplied(True)]
+        assert gpu.names() == SCREENED
         (bias,) = (arguments[8] for spec, arguments in gpu.launches if spec.op == "gate_screen")
         expected = screened.firing_bias(p.w_gate, given.b_gate, activation_of(name, threshold))
         assert torch.equal(bias, expected)
@@ -220,7 +191,7 @@ def test_operands_that_kernels_read_only_as_copies_go_the_long_way(
             y = step.forward()
             y.backward(torch.ones_like(y))
             assert all(t.grad is not None and t.grad.shape == t.shape for t in step.operands.values())
-            assert gpu.names() == launches_of(True, True, True, True, True)
+            assert gpu.names() == launches_of(True)
             assert dispatched == ["hybrid_forward", "hybrid_backward"]
             assert (seen[0] is None) != misaligned, name
             step.operands[name] = operand
@@ -237,7 +208,7 @@ def test_the_passes_of_a_form_are_callable(gpu: FakeGpu, monkeypatch: pytest.Mon
         y = passes(*operands)
         assert y is not None
         y.sum().backward()
-        assert gpu.names() == launches_of(gated, True, True, True, True)
+        assert gpu.names() == launches_of(gated)
         gpu.clear()
         for i in (0, 1, 3):
             others = list(operands)
