@@ -74,18 +74,17 @@ def packed(
     gate: Tensor,
     compression: int = 8,
     activation: Activation = RELU,
-    bias: Tensor | None = None,
     levels: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """words, spill and stats of a gate [M, N] before its activation."""
     found = new(gate, pack.shapes(gate.dtype, *gate.shape, compression))
-    run(_packed, (gate, *found, bias, levels), compression, activation)
+    run(_packed, (gate, *found, levels), compression, activation)
     return tuple(found)
 
 
 def _packed(p: Program, *given: Any) -> None:
-    *tensors, bias, levels, compression, activation = given
-    pack.pack_gate(p, *tensors, compression, activation, 0, bias, levels)
+    *tensors, levels, compression, activation = given
+    pack.pack_gate(p, *tensors, compression, activation, 0, None, levels)
 
 
 def packed_on_cpu(gate: Tensor, compression: int = 8) -> tuple[Tensor, ...]:

@@ -175,8 +175,7 @@ def get_domain(name):
 CALLS = """
 import contextlib, json, nvtx, torch, twell
 from twell import ops, testing
-from twell._runtime import program, resolve
-from twell._runtime import resolve, specs
+from twell._runtime import program, resolve, specs
 
 problem = testing.integer_problem(16, 8, 264)
 leaves = problem.map(lambda t: t.clone().requires_grad_())

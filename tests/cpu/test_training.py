@@ -52,9 +52,9 @@ def leaves(p: testing.FFN, ffn: Function) -> dict[str, Tensor]:
     return own if ffn is gated else {name: t for name, t in own.items() if name not in ("w_up", "b_up")}
 
 
-def weighted(dy: Tensor, coefficient: float = 0.3) -> Loss:
-    """A loss with the upstream gradient ``dy`` [..., K], and the l1 figure where ``coefficient`` is not 0."""
-    return lambda y, aux: (y * dy.to(y.dtype)).double().sum() + (coefficient * aux.l1 if coefficient else 0)
+def weighted(dy: Tensor) -> Loss:
+    """A loss with the upstream gradient ``dy`` [..., K], and one of the l1 figure."""
+    return lambda y, aux: (y * dy.to(y.dtype)).double().sum() + 0.3 * aux.l1
 
 
 def grads(ffn: Function, p: testing.FFN, loss: Loss, **options: Any) -> dict[str, Tensor]:
@@ -124,9 +124,9 @@ def test_saved_tensors_stay_within_their_size() -> None:
 # PyTorch's rules
 
 
-def loss_and_problem(ffn: Function, m: int = 9) -> tuple[testing.FFN, Loss, dict[str, Tensor]]:
-    p = draw(m, 264, 32, bias=True)
-    loss = weighted(torch.randn(m, 32))
+def loss_and_problem(ffn: Function) -> tuple[testing.FFN, Loss, dict[str, Tensor]]:
+    p = draw(9, 264, 32, bias=True)
+    loss = weighted(torch.randn(9, 32))
     return p, loss, grads(ffn, p, loss)
 
 

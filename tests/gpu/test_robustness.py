@@ -60,8 +60,8 @@ def step(problem: FFN, dy: Tensor, gated: bool = True, **options: Any) -> Output
     return {"y": y.detach()} | {n: g for n, g in zip(present, gradients, strict=True) if g is not None}
 
 
-def with_biases(problem: FFN, seed: int = 1) -> FFN:
-    generator = torch.Generator(CUDA).manual_seed(seed)
+def with_biases(problem: FFN) -> FFN:
+    generator = torch.Generator(CUDA).manual_seed(1)
     n, k = problem.w_gate.shape
     up, down = (torch.randn(size, generator=generator, device=CUDA).to(BF16) for size in (n, k))
     return problem._replace(b_gate=torch.zeros_like(up), b_up=up, b_down=down)
