@@ -21,7 +21,6 @@ adds. If the ranges exceed the pool, `compact` only clears the sums of |h|.
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int16, Int32, Int64, Uint8, Uint16, Uint32, const_expr, range_constexpr
@@ -94,31 +93,15 @@ class Compact:
         self.bitmap = self.own_words * THREADS
 
     @cute.jit
-    def __call__(
-        self,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        stats: cute.Tensor | None,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        popularity: cute.Tensor | None,
-        l1: cute.Tensor,
-        size: Int32,
-        words_per_tile: Int32,
-        plain: Int32,
-        capacity: Int32,
-        listed: cute.Tensor,
-        listed_sizes: cute.Tensor,
-        by_place: Int32,
-        stream: cuda.CUstream,
-    ):
-        """Also clear `l1`; if `plain`, without an up projection, set it to the sum of h of each token tile.
+    def __call__(self, *arguments: Any):
+        """The operands of both kernels, and the stream.
+
+        Also clear `l1`; if `plain`, without an up projection, set it to the sum of h of each token tile.
 
         `plain`: 0 with an up projection, otherwise 1 plus the code of the activation. If `by_place`, the gate has
         places in `listed`, which has `listed_sizes` neurons of each token tile, instead of neurons.
         """
+        words, spill, stats, entries, neurons, chunks, sizes, popularity, l1, *more, stream = arguments
 
         @cute.struct
         class Shared:
@@ -144,10 +127,7 @@ class Compact:
                 use_pdl=launch.overlaps(),
             )
         if words.shape[0] > 0:
-            self.compact(
-                *(words, spill, entries, neurons, chunks, sizes, popularity, l1, size, words_per_tile, plain, capacity),
-                *(listed, listed_sizes, by_place),
-            ).launch(
+            self.compact(words, spill, entries, neurons, chunks, sizes, popularity, l1, *more).launch(
                 grid=(chunks.shape[0], 1, 1),
                 block=(THREADS, 1, 1),
                 min_blocks_per_mp=1,

@@ -5,7 +5,6 @@ after the other, and the rows of weights are those of all experts.
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
@@ -104,34 +103,14 @@ class ExpertDown(UpDownToken):
     Team = ExpertCluster
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor | None,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        w_up: cute.Tensor | None,
-        w_down: cute.Tensor,
-        y: cute.Tensor,
-        l1: cute.Tensor,
-        sums: cute.Tensor,
-        counters: cute.Tensor,
-        weights: cute.Tensor,
-        owners: cute.Tensor,
-        pairs: cute.Tensor,
-        scales: cute.Tensor,
-        up_rows: Int32,
-        down_rows: Int32,
-        helpers: Int32,
-        limit: Int32,
-        words_per_tile: Int32,
-        activation: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """The layer without biases, y and l1, memory of helpers, `Experts`, four numbers and the stream."""
+        x, words, spill, w_up, w_down, y, l1, *more, helpers, limit, words_per_tile, activation, stream = arguments
+        sums, counters, weights, *experts = more
         none = cute.make_tensor(y.iterator, cute.make_layout((Int32(0),)))
         stats = cute.make_tensor(words.iterator, cute.make_layout((Int32(0), Int32(1), 2), stride=(2, 2, 1)))
         layer = (x, words, spill, w_up, w_down, none, none, y, l1, words_per_tile, activation)
-        experts = Experts(owners, pairs, scales, up_rows, down_rows)
-        self.launch(Operands(*layer, sums, counters, weights, helpers, limit, stats, experts), stream)
+        self.launch(Operands(*layer, sums, counters, weights, helpers, limit, stats, Experts(*experts)), stream)
 
 
 def signature(spec: ExpertDownSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -15,7 +15,6 @@ CTAs agree without a word, and the order does not depend on their speed.
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, range_constexpr
@@ -54,24 +53,13 @@ class ExpertPairs:
     """For one dtype; sizes stay symbolic."""
 
     @cute.jit
-    def __call__(
-        self,
-        ids: cute.Tensor,
-        x: cute.Tensor,
-        owners: cute.Tensor,
-        pairs: cute.Tensor,
-        rows: cute.Tensor,
-        units: cute.Tensor,
-        total: cute.Tensor,
-        arrivals: cute.Tensor,
-        ends: cute.Tensor,
-        most: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        count = pairs.shape[0]
+    def __call__(self, *arguments: Any):
+        """The `Operands`, the number of CTAs and the stream."""
+        *given, max_ctas, stream = arguments
+        o = Operands(*given)
+        count = o.pairs.shape[0]
         if count > 0:
-            self.kernel(Operands(ids, x, owners, pairs, rows, units, total, arrivals, ends, most)).launch(
+            self.kernel(o).launch(
                 grid=(cutlass.min(cute.ceil_div(count, WARPS), max_ctas), 1, 1),
                 block=(THREADS, 1, 1),
                 stream=stream,

@@ -11,7 +11,6 @@ adds up their bits over all pairs, and prefix sums give the places of those that
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint16, Uint32, range_constexpr
@@ -43,19 +42,13 @@ class ExpertUnion:
     """For one dtype; sizes stay symbolic."""
 
     @cute.jit
-    def __call__(
-        self,
-        hidden: cute.Tensor,
-        units: cute.Tensor,
-        total: cute.Tensor,
-        neurons: cute.Tensor,
-        compact: cute.Tensor,
-        most: Int32,
-        stream: cuda.CUstream,
-    ):
-        if units.shape[0] > 0:
-            self.kernel(Operands(hidden, units, total, neurons, compact)).launch(
-                grid=(units.shape[0], cute.ceil_div(most, PAIRS), 1),
+    def __call__(self, *arguments: Any):
+        """The `Operands`, the most pairs of a unit and the stream."""
+        *given, most, stream = arguments
+        o = Operands(*given)
+        if o.units.shape[0] > 0:
+            self.kernel(o).launch(
+                grid=(o.units.shape[0], cute.ceil_div(most, PAIRS), 1),
                 block=(THREADS, 1, 1),
                 stream=stream,
                 use_pdl=launch.overlaps(),

@@ -6,7 +6,6 @@ statistics are cleared, too: sampled_gate.py writes those of the tiles that a li
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, Uint32, range_constexpr
@@ -27,16 +26,11 @@ class ListCandidates:
     """The only variant; sizes stay symbolic."""
 
     @cute.jit
-    def __call__(
-        self,
-        candidates: cute.Tensor,
-        neurons: cute.Tensor,
-        sizes: cute.Tensor,
-        stats: cute.Tensor,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """The operands of `kernel` and the stream."""
+        candidates, *rest, stream = arguments
         if candidates.shape[0] > 0:
-            self.kernel(candidates, neurons, sizes, stats).launch(
+            self.kernel(candidates, *rest).launch(
                 grid=(candidates.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 

@@ -11,7 +11,6 @@ gate may lie in the spill, at its place: a lane has read what it overwrites.
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, range_constexpr
@@ -36,24 +35,16 @@ class Pack:
         self.dtype = operands.DTYPES[spec.dtype]
 
     @cute.jit
-    def __call__(
-        self,
-        gate: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        stats: cute.Tensor,
-        arrivals: cute.Tensor,
-        bias: cute.Tensor,
-        levels: cute.Tensor,
-        words_per_tile: Int32,
-        threshold: Int32,
-        stream: cuda.CUstream,
-    ):
-        """Of a `bias` the second half is read, the thresholds; the gate has the biases."""
+    def __call__(self, *arguments: Any):
+        """The operands of `kernel` without the columns, and the stream.
+
+        Of a `bias` the second half is read, the thresholds; the gate has the biases.
+        """
+        gate, words, spill, stats, *rest, stream = arguments
         groups, tiles = stats.shape[0], stats.shape[1]
         columns = cute.ceil_div(tiles, TILES)
         if groups > 0:
-            self.kernel(gate, words, spill, stats, arrivals, bias, levels, words_per_tile, threshold, columns).launch(
+            self.kernel(gate, words, spill, stats, *rest, columns).launch(
                 grid=(groups * columns, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 

@@ -87,19 +87,10 @@ class QuantizeGate:
         self.warps, self.partial_warps, self.ctas = WARPS[self.segments]
 
     @cute.jit
-    def __call__(
-        self,
-        rows: cute.Tensor,
-        q: cute.Tensor,
-        scale: cute.Tensor,
-        spread: cute.Tensor,
-        offset: cute.Tensor,
-        shift: Int32,
-        other_shift: Int32,
-        grid_error: Float32,
-        multiprocessors: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """The `Operands` up to the offset, the shifts, the grid's error, the multiprocessors and the stream."""
+        *given, shift, other_shift, grid_error, multiprocessors, stream = arguments
+
         @cute.struct
         class Shared:
             largest: cute.struct.MemRange[Float32, self.warps]
@@ -109,11 +100,10 @@ class QuantizeGate:
             others: cute.struct.Align[cute.struct.MemRange[Int16, self.k_max], 16]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas)
-        o = Operands(rows, q, scale, spread, offset, grid_error)
-        shifts = (shift, other_shift)
-        if rows.shape[0] > 0:
+        o, shifts = Operands(*[*given, grid_error]), (shift, other_shift)
+        if o.rows.shape[0] > 0:
             # the usual sizes have constant places
-            if rows.shape[1] == self.k_max:
+            if o.rows.shape[1] == self.k_max:
                 self.launch(o, shifts, True, multiprocessors, stream)
             else:
                 self.launch(o, shifts, False, multiprocessors, stream)

@@ -133,19 +133,13 @@ class QuantizeHidden(QuantizeTokens):
     """For one dtype, with an up projection or without."""
 
     @cute.jit
-    def __call__(
-        self,
-        gate: cute.Tensor,
-        up: cute.Tensor | None,
-        q: cute.Tensor,
-        scale: cute.Tensor,
-        activation: Int32,
-        threshold: Int32,
-        stream: cuda.CUstream,
-    ):
-        if gate.shape[0] > 0:
-            self.kernel(Hidden(gate, up, q, scale, activation, threshold)).launch(
-                grid=(gate.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
+    def __call__(self, *arguments: Any):
+        """`Hidden` and the stream."""
+        *given, stream = arguments
+        o = Hidden(*given)
+        if o.gate.shape[0] > 0:
+            self.kernel(o).launch(
+                grid=(o.gate.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 
     @cute.kernel

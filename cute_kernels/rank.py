@@ -8,7 +8,6 @@ weight_grad.py are cleared, too.
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, range_constexpr
@@ -29,19 +28,13 @@ class Rank:
     """The only variant; sizes stay symbolic."""
 
     @cute.jit
-    def __call__(
-        self,
-        popularity: cute.Tensor,
-        order: cute.Tensor,
-        slot: cute.Tensor,
-        arrivals: cute.Tensor,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """The operands of `kernel` without the share, the number of CTAs and the stream."""
+        popularity, *rest, max_ctas, stream = arguments
         n = popularity.shape[0]
         share = cute.ceil_div(cute.ceil_div(n, max_ctas), OWN) * OWN
         share = cutlass.min(cutlass.max(share, Int32(LEAST)), Int32(MOST))
-        self.kernel(popularity, order, slot, arrivals, share).launch(
+        self.kernel(popularity, *rest, share).launch(
             grid=(cute.ceil_div(n, share), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
         )
 

@@ -117,17 +117,9 @@ class Reglu(_Elementwise):
     vectors = FORWARD_VECTORS
 
     @cute.jit
-    def __call__(
-        self,
-        gate: cute.Tensor,
-        up: cute.Tensor,
-        h: cute.Tensor,
-        width: Int32,
-        stride: Int32,
-        activation: Int32,
-        threshold: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """gate, up and h, their width and stride, the activation, the threshold and the stream."""
+        gate, up, h, width, stride, activation, threshold, stream = arguments
         self.launch((gate, up), (h,), (activation, threshold), (width, stride), stream)
 
     @cute.jit
@@ -145,17 +137,9 @@ class RegluBackward(_Elementwise):
     vectors = BACKWARD_VECTORS
 
     @cute.jit
-    def __call__(
-        self,
-        upstream: cute.Tensor,
-        gate: cute.Tensor,
-        up: cute.Tensor,
-        d_gate: cute.Tensor,
-        d_up: cute.Tensor,
-        activation: Int32,
-        threshold: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """upstream, gate and up, d_gate and d_up, the activation, the threshold and the stream."""
+        upstream, gate, up, d_gate, d_up, activation, threshold, stream = arguments
         self.launch((upstream, gate, up), (d_gate, d_up), (activation, threshold), None, stream)
 
     @cute.jit

@@ -5,7 +5,6 @@ The matrix is zero before. A CTA has a tile of 128 tokens and every `PARTS`-th o
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, Uint32
@@ -24,21 +23,15 @@ class Scatter:
     """For values of any 16-bit dtype."""
 
     @cute.jit
-    def __call__(
-        self,
-        values: cute.Tensor,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        out: cute.Tensor,
-        capacity: Int32,
-        stream: cuda.CUstream,
-    ):
-        """`values`: by entry, in bits 0-15. Nothing is written if there are more entries than `capacity`."""
+    def __call__(self, *arguments: Any):
+        """The operands of `kernel` and the stream.
+
+        `values`: by entry, in bits 0-15. Nothing is written if there are more entries than `capacity`.
+        """
+        values, entries, neurons, *rest, stream = arguments
         tiles = neurons.shape[0]
         if tiles > 0:
-            self.kernel(values, entries, neurons, chunks, sizes, out, capacity).launch(
+            self.kernel(values, entries, neurons, *rest).launch(
                 grid=(tiles, PARTS, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=launch.overlaps()
             )
 

@@ -6,8 +6,9 @@ A spec holds everything that changes code and nothing else. It is the cache key,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 # e4m3 weights and rows of x with fp32 scales; all else is bfloat16.
@@ -82,27 +83,52 @@ def token_k_classes(family: str, dtype: str = "") -> dict[int, tuple[int, ...]]:
     return E4M3_TOKEN_K_CLASSES if dtype == E4M3 else TOKEN_K_CLASSES
 
 
-def _check_k_max(k_max: int, classes: tuple[int, ...]) -> None:
-    if k_max not in classes:
-        raise ValueError(f"k_max must be one of {classes}, got {k_max}")
+# What fields add to the symbol: a text for any value, or texts for some.
+Suffixes = Mapping[str, str | Mapping[Any, str]]
 
 
 @dataclass(frozen=True)
-class _Kernel:
-    """A kernel for one dtype; ``suffix`` encodes its other choices in the symbol."""
+class Spec:
+    """A kernel."""
 
-    dtype: str
     op: ClassVar[str]
-    # names of the dtypes that ``dtype`` may be, by those in symbols
-    dtypes: ClassVar[dict[str, str]] = DTYPES
+    suffixes: ClassVar[Suffixes] = {}
 
     def __post_init__(self) -> None:
-        if self.dtype not in self.dtypes:
-            raise ValueError(f"dtype must be one of {tuple(self.dtypes)}, got {self.dtype!r}")
+        for name, choices in self.choices().items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """What fields may be; those before others are right when these are looked at."""
+        return {}
 
     @property
     def suffix(self) -> str:
-        return ""
+        """All fields but dtype and family."""
+        given = ((getattr(self, name), adds) for name, adds in self.suffixes.items())
+        return "".join(adds.format(value) if isinstance(adds, str) else adds.get(value, "") for value, adds in given)
+
+    @property
+    def symbol(self) -> str:
+        return f"{self.op}{self.suffix}"
+
+    @property
+    def module(self) -> str:
+        """The module with the kernel, inside this package."""
+        return self.op
+
+
+@dataclass(frozen=True)
+class _Kernel(Spec):
+    """A kernel for one dtype."""
+
+    dtype: str
+    # names of the dtypes that ``dtype`` may be, by those in symbols
+    dtypes: ClassVar[dict[str, str]] = DTYPES
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return {"dtype": tuple(self.dtypes)}
 
     @property
     def symbol(self) -> str:
@@ -110,7 +136,6 @@ class _Kernel:
 
     @property
     def module(self) -> str:
-        """The module with the kernel, inside this package."""
         return f"{self.op}_e4m3" if self.dtype == E4M3 else self.op
 
 
@@ -122,12 +147,8 @@ class _FamilyKernel(_Kernel):
     # whether one file has the kernels of all families
     one_file: ClassVar[bool] = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.family not in FAMILIES:
-            raise ValueError(f"family must be one of {FAMILIES}, got {self.family!r}")
-        if self.dtype == E4M3 and self.family != SM90:
-            raise ValueError(f"family must be {SM90!r} of e4m3 weights, got {self.family!r}")
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return super().choices() | {"family": (SM90,) if self.dtype == E4M3 else FAMILIES}
 
     @property
     def symbol(self) -> str:
@@ -138,21 +159,6 @@ class _FamilyKernel(_Kernel):
     def module(self) -> str:
         module = super().module
         return module if self.one_file else f"{self.family}.{module}"
-
-
-@dataclass(frozen=True)
-class _Single:
-    """A kernel without choices."""
-
-    op: ClassVar[str]
-
-    @property
-    def symbol(self) -> str:
-        return self.op
-
-    @property
-    def module(self) -> str:
-        return self.op
 
 
 @dataclass(frozen=True)
@@ -174,18 +180,11 @@ class GatePackSpec(_FamilyKernel):
     fast: bool = field(default=True, kw_only=True)
     op: ClassVar[str] = "gate_pack"
     dtypes: ClassVar[dict[str, str]] = WEIGHTS
+    suffixes: ClassVar[Suffixes] = {"tokens": "_t{}", "fast": {False: "_slow"}}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        choices: tuple[int, ...] = E4M3_GATE_TOKENS[self.fast] if self.dtype == E4M3 else GATE_TOKENS
-        if self.dtype != E4M3 and not self.fast:
-            raise ValueError(f"fast must be True of {self.dtype} weights, got False")
-        if self.tokens not in choices:
-            raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
-
-    @property
-    def suffix(self) -> str:
-        return f"_t{self.tokens}{'' if self.fast else '_slow'}"
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        by_fast: dict[bool, tuple[int, ...]] = E4M3_GATE_TOKENS if self.dtype == E4M3 else {True: GATE_TOKENS}
+        return super().choices() | {"fast": tuple(by_fast), "tokens": by_fast.get(self.fast, ())}
 
 
 @dataclass(frozen=True)
@@ -199,16 +198,11 @@ class GatePackFewSpec(_FamilyKernel):
     wide: bool = field(default=False, kw_only=True)
     op: ClassVar[str] = "gate_pack_few"
     dtypes: ClassVar[dict[str, str]] = WEIGHTS
+    suffixes: ClassVar[Suffixes] = {"tokens": "_m{}", "wide": {True: "_wide"}}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        choices = WIDE_TOKENS if self.wide else E4M3_FEW_TOKENS if self.dtype == E4M3 else FEW_TOKENS
-        if self.tokens not in choices:
-            raise ValueError(f"tokens must be one of {choices}, got {self.tokens}")
-
-    @property
-    def suffix(self) -> str:
-        return f"_m{self.tokens}{'_wide' if self.wide else ''}"
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        tokens = WIDE_TOKENS if self.wide else E4M3_FEW_TOKENS if self.dtype == E4M3 else FEW_TOKENS
+        return super().choices() | {"tokens": tokens}
 
 
 @dataclass(frozen=True)
@@ -220,14 +214,10 @@ class QuantizeGateSpec(_Kernel):
 
     k_max: int
     op: ClassVar[str] = "quantize_gate"
+    suffixes: ClassVar[Suffixes] = {"k_max": "_k{}"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_k_max(self.k_max, QUANTIZE_K_CLASSES)
-
-    @property
-    def suffix(self) -> str:
-        return f"_k{self.k_max}"
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return super().choices() | {"k_max": QUANTIZE_K_CLASSES}
 
 
 @dataclass(frozen=True)
@@ -239,15 +229,10 @@ class QuantizeTokensSpec(_Kernel):
 
     source: str
     op: ClassVar[str] = "quantize_tokens"
+    suffixes: ClassVar[Suffixes] = {"source": "_{}"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.source not in QUANTIZED:
-            raise ValueError(f"source must be one of {QUANTIZED}, got {self.source!r}")
-
-    @property
-    def suffix(self) -> str:
-        return f"_{self.source}"
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return super().choices() | {"source": QUANTIZED}
 
 
 @dataclass(frozen=True)
@@ -273,13 +258,11 @@ class UpDownTokenSpec(_FamilyKernel):
     op: ClassVar[str] = "up_down_token"
     dtypes: ClassVar[dict[str, str]] = WEIGHTS
     one_file = True
+    suffixes: ClassVar[Suffixes] = {"k_max": "_k{}", "cluster": "_x{}", "gated": {False: "_plain"}}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        choices = token_k_classes(self.family, self.dtype)
-        if self.cluster not in choices:
-            raise ValueError(f"cluster must be one of {tuple(choices)}, got {self.cluster}")
-        _check_k_max(self.k_max, choices[self.cluster])
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        classes = token_k_classes(self.family, self.dtype)
+        return super().choices() | {"cluster": tuple(classes), "k_max": classes.get(self.cluster, ())}
 
     @property
     def columns(self) -> int:
@@ -331,10 +314,6 @@ class UpDownTokenSpec(_FamilyKernel):
             return 2 if self.vectors < 4 else 1
         return {1: 4 if self.dtype == E4M3 and self.cluster == 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
 
-    @property
-    def suffix(self) -> str:
-        return f"_k{self.k_max}_x{self.cluster}{'' if self.gated else '_plain'}"
-
 
 @dataclass(frozen=True)
 class ExpertDownSpec(UpDownTokenSpec):
@@ -342,10 +321,8 @@ class ExpertDownSpec(UpDownTokenSpec):
 
     op: ClassVar[str] = "expert_down"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.cluster not in EXPERT_CLUSTERS:
-            raise ValueError(f"cluster must be one of {EXPERT_CLUSTERS}, got {self.cluster}")
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return super().choices() | {"cluster": EXPERT_CLUSTERS}
 
 
 @dataclass(frozen=True)
@@ -357,19 +334,15 @@ class UpDownTileSpec(_FamilyKernel):
 
     k_max: int
     op: ClassVar[str] = "up_down_tile"
+    suffixes: ClassVar[Suffixes] = {"k_max": "_k{}"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_k_max(self.k_max, TILE_K_CLASSES)
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return super().choices() | {"k_max": TILE_K_CLASSES}
 
     @property
     def cluster(self) -> int:
         """CTAs that share a tile."""
         return min(8, self.k_max // 256)
-
-    @property
-    def suffix(self) -> str:
-        return f"_k{self.k_max}"
 
 
 @dataclass(frozen=True)
@@ -385,10 +358,7 @@ class RegluSpec(_Kernel):
 
     backward: bool
     op: ClassVar[str] = "reglu"
-
-    @property
-    def suffix(self) -> str:
-        return "_backward" if self.backward else ""
+    suffixes: ClassVar[Suffixes] = {"backward": {True: "_backward"}}
 
 
 @dataclass(frozen=True)
@@ -401,11 +371,8 @@ class CompactSpec(_FamilyKernel):
 
     training: bool
     op: ClassVar[str] = "compact"
+    suffixes: ClassVar[Suffixes] = {"training": {True: "_training"}}
     one_file = True
-
-    @property
-    def suffix(self) -> str:
-        return "_training" if self.training else ""
 
 
 @dataclass(frozen=True)
@@ -418,20 +385,15 @@ class SampledUpSpec(_FamilyKernel):
 
     training: bool
     op: ClassVar[str] = "sampled_up"
+    suffixes: ClassVar[Suffixes] = {"training": {True: "_training"}}
     dtypes: ClassVar[dict[str, str]] = WEIGHTS
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.training and self.dtype == E4M3:
-            raise ValueError("training must be False of e4m3 weights, got True")
-
-    @property
-    def suffix(self) -> str:
-        return "_training" if self.training else ""
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return super().choices() | {"training": (False,) if self.dtype == E4M3 else (False, True)}
 
 
 @dataclass(frozen=True)
-class ListCandidatesSpec(_Single):
+class ListCandidatesSpec(Spec):
     """``candidates -> neurons, sizes``: the lists of the neurons whose bits are set."""
 
     op: ClassVar[str] = "list_candidates"
@@ -450,11 +412,8 @@ class SampledGradSpec(_FamilyKernel):
 
     gated: bool
     op: ClassVar[str] = "sampled_grad"
+    suffixes: ClassVar[Suffixes] = {"gated": {False: "_plain"}}
     one_file = True
-
-    @property
-    def suffix(self) -> str:
-        return "" if self.gated else "_plain"
 
 
 @dataclass(frozen=True)
@@ -467,17 +426,10 @@ class GatheredSpec(_FamilyKernel):
     products: int
     op: ClassVar[str] = "gathered"
     dtypes: ClassVar[dict[str, str]] = WEIGHTS
+    suffixes: ClassVar[Suffixes] = {"products": "_{}"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.products and self.dtype == E4M3:
-            raise ValueError(f"products must be 0 of e4m3 weights, got {self.products}")
-        if self.products not in (0, 1, 2):
-            raise ValueError(f"products must be 0, 1 or 2, got {self.products}")
-
-    @property
-    def suffix(self) -> str:
-        return f"_{self.products}"
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return super().choices() | {"products": (0,) if self.dtype == E4M3 else (0, 1, 2)}
 
 
 @dataclass(frozen=True)
@@ -494,15 +446,10 @@ class ExpertPackSpec(_FamilyKernel):
     tokens: int
     op: ClassVar[str] = "expert_pack"
     dtypes: ClassVar[dict[str, str]] = WEIGHTS
+    suffixes: ClassVar[Suffixes] = {"tokens": "_m{}"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokens not in EXPERT_TOKENS:
-            raise ValueError(f"tokens must be one of {EXPERT_TOKENS}, got {self.tokens}")
-
-    @property
-    def suffix(self) -> str:
-        return f"_m{self.tokens}"
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return super().choices() | {"tokens": EXPERT_TOKENS}
 
 
 @dataclass(frozen=True)
@@ -525,21 +472,18 @@ class ExpertSumSpec(_Kernel):
 
     rounded: bool
     op: ClassVar[str] = "expert_sum"
-
-    @property
-    def suffix(self) -> str:
-        return "_rounded" if self.rounded else ""
+    suffixes: ClassVar[Suffixes] = {"rounded": {True: "_rounded"}}
 
 
 @dataclass(frozen=True)
-class RankSpec(_Single):
+class RankSpec(Spec):
     """``popularity -> order, slot``: neurons sorted by popularity."""
 
     op: ClassVar[str] = "rank"
 
 
 @dataclass(frozen=True)
-class ScatterSpec(_Single):
+class ScatterSpec(Spec):
     """``values of the hybrid format's entries -> matrix``."""
 
     op: ClassVar[str] = "scatter"
@@ -550,23 +494,15 @@ TOP_K_QUADS = (4, 16)
 
 
 @dataclass(frozen=True)
-class TopKSpec:
+class TopKSpec(Spec):
     """``gate, k -> levels``: the k-th largest gate of each token, of at most 4,096 ``quads`` neurons of any dtype."""
 
     quads: int
     op: ClassVar[str] = "top_k"
+    suffixes: ClassVar[Suffixes] = {"quads": {quads: f"_n{4096 * quads}" for quads in TOP_K_QUADS}}
 
-    def __post_init__(self) -> None:
-        if self.quads not in TOP_K_QUADS:
-            raise ValueError(f"quads must be one of {TOP_K_QUADS}, got {self.quads}")
-
-    @property
-    def symbol(self) -> str:
-        return f"{self.op}_n{4096 * self.quads}"
-
-    @property
-    def module(self) -> str:
-        return self.op
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return {"quads": TOP_K_QUADS}
 
 
 @dataclass(frozen=True)
@@ -577,23 +513,15 @@ class WindowSpec(_Kernel):
 
 
 @dataclass(frozen=True)
-class MatrixTransposeSpec:
+class MatrixTransposeSpec(Spec):
     """``matrix -> matrix^T`` of values of so many ``bits``, 16 or 8."""
 
     bits: int = 16
     op: ClassVar[str] = "matrix_transpose"
+    suffixes: ClassVar[Suffixes] = {"bits": {8: "_bytes"}}
 
-    def __post_init__(self) -> None:
-        if self.bits not in (16, 8):
-            raise ValueError(f"bits must be 16 or 8, got {self.bits}")
-
-    @property
-    def symbol(self) -> str:
-        return self.op if self.bits == 16 else f"{self.op}_bytes"
-
-    @property
-    def module(self) -> str:
-        return self.op
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        return {"bits": (16, 8)}
 
 
 @dataclass(frozen=True)
@@ -602,11 +530,8 @@ class TransposeSpec(_FamilyKernel):
 
     gated: bool
     op: ClassVar[str] = "transpose"
+    suffixes: ClassVar[Suffixes] = {"gated": {False: "_plain"}}
     one_file = True
-
-    @property
-    def suffix(self) -> str:
-        return "" if self.gated else "_plain"
 
 
 @dataclass(frozen=True)
@@ -616,10 +541,7 @@ class WeightGradSpec(_FamilyKernel):
     gated: bool
     bias: bool
     op: ClassVar[str] = "weight_grad"
-
-    @property
-    def suffix(self) -> str:
-        return f"{'' if self.gated else '_plain'}{'_bias' if self.bias else ''}"
+    suffixes: ClassVar[Suffixes] = {"gated": {False: "_plain"}, "bias": {True: "_bias"}}
 
 
 @dataclass(frozen=True)
@@ -627,40 +549,6 @@ class OverflowSpec(_Kernel):
     """A pass over a batch whose non-zeros exceed the hybrid format's capacity, by dense products."""
 
     op: ClassVar[str] = "overflow"
-
-
-Spec = (
-    PackSpec
-    | TopKSpec
-    | WindowSpec
-    | GatePackSpec
-    | GatePackFewSpec
-    | QuantizeGateSpec
-    | QuantizeTokensSpec
-    | GateScreenSpec
-    | UpDownTokenSpec
-    | UpDownTileSpec
-    | UnpackSpec
-    | RegluSpec
-    | CompactSpec
-    | SampledUpSpec
-    | ListCandidatesSpec
-    | SampledGateSpec
-    | SampledGradSpec
-    | GatheredSpec
-    | ExpertPairsSpec
-    | ExpertPackSpec
-    | ExpertUnionSpec
-    | ExpertGatheredSpec
-    | ExpertSumSpec
-    | ExpertDownSpec
-    | RankSpec
-    | ScatterSpec
-    | MatrixTransposeSpec
-    | TransposeSpec
-    | WeightGradSpec
-    | OverflowSpec
-)
 
 
 def all_specs() -> tuple[Spec, ...]:

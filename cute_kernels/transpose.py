@@ -17,7 +17,6 @@ A neuron tile with few entries has its list twice; the second time with the coef
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
@@ -109,24 +108,10 @@ class Transpose:
         self.chunks = self.neurons // CHUNK
 
     @cute.jit
-    def __call__(
-        self,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        up: cute.Tensor | None,
-        d_gate: cute.Tensor,
-        d_up: cute.Tensor | None,
-        slot: cute.Tensor,
-        groups: cute.Tensor,
-        tiles: cute.Tensor,
-        starts: cute.Tensor,
-        packed: cute.Tensor,
-        tokens: cute.Tensor,
-        activation: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """The hybrid gate, `Coefficients`, the slots of neurons, `ByNeuron`, the activation and the stream."""
+        entries, neurons, chunks, sizes, up, d_gate, d_up, slot, *lists, activation, stream = arguments
+
         @cute.struct
         class Shared:
             ends: cute.struct.MemRange[Int32, self.chunks + 1]
@@ -143,18 +128,18 @@ class Transpose:
         check = feasible.check_portable_memory if self.portable else feasible.check_shared_memory
         self.shared = check(Shared)
         hybrid = Hybrid(entries, neurons, chunks, sizes, slot)
-        results = ByNeuron(groups, tiles, starts, packed, tokens)
+        results = ByNeuron(*lists)
         capacity = d_gate.shape[0]
         if chunks.shape[0] > 0:
-            self.count(hybrid, groups, capacity).launch(
+            self.count(hybrid, results.groups, capacity).launch(
                 grid=(chunks.shape[0], 1, 1),
                 block=(THREADS, 1, 1),
                 min_blocks_per_mp=1,
                 stream=stream,
                 use_pdl=launch.overlaps(),
             )
-        self.scan(sizes, groups, tiles, capacity).launch(
-            grid=(cute.ceil_div(tiles.shape[0], SCAN_WARPS), 1, 1),
+        self.scan(sizes, results.groups, results.tiles, capacity).launch(
+            grid=(cute.ceil_div(results.tiles.shape[0], SCAN_WARPS), 1, 1),
             block=(32 * SCAN_WARPS, 1, 1),
             stream=stream,
             use_pdl=launch.overlaps(),

@@ -561,30 +561,11 @@ class UpDownToken:
         self.shared = shared_memory(self.team.words, self.ctas_per_sm)
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor | None,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        w_up: cute.Tensor | None,
-        w_down: cute.Tensor,
-        b_up: cute.Tensor | None,
-        b_down: cute.Tensor | None,
-        y: cute.Tensor,
-        l1: cute.Tensor,
-        sums: cute.Tensor,
-        counters: cute.Tensor,
-        weights: cute.Tensor,
-        stats: cute.Tensor,
-        helpers: Int32,
-        limit: Int32,
-        words_per_tile: Int32,
-        activation: Int32,
-        stream: cuda.CUstream,
-    ):
-        layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1)
-        shared = (sums, counters, weights, helpers, limit, stats)
-        self.launch(Operands(*layer, words_per_tile, activation, *shared), stream)
+    def __call__(self, *arguments: Any):
+        """The layer, y and l1, memory of helpers and statistics, four numbers and the stream."""
+        *layer, sums, counters, weights, stats, helpers, limit, words_per_tile, activation, stream = arguments
+        numbers = [words_per_tile, activation, sums, counters, weights, helpers, limit, stats]
+        self.launch(Operands(*[*layer, *numbers]), stream)
 
     @cute.jit
     def launch(self, o: Operands, stream: cuda.CUstream):

@@ -9,7 +9,6 @@ thread owns 16 columns of each 16 bytes.
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, range_constexpr
@@ -110,30 +109,10 @@ class UpDownTokenE4m3(UpDownToken):
     Team = E4m3Rows
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor | None,
-        x_scale: cute.Tensor | None,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        w_up: cute.Tensor | None,
-        up_scale: cute.Tensor | None,
-        w_down: cute.Tensor,
-        down_scale: cute.Tensor,
-        b_up: cute.Tensor | None,
-        b_down: cute.Tensor,
-        y: cute.Tensor,
-        l1: cute.Tensor,
-        sums: cute.Tensor,
-        counters: cute.Tensor,
-        weights: cute.Tensor,
-        stats: cute.Tensor,
-        helpers: Int32,
-        limit: Int32,
-        words_per_tile: Int32,
-        activation: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """As there, with scales behind x and each weight."""
+        x, x_scale, words, spill, w_up, up_scale, w_down, down_scale, *rest, stream = arguments
+        b_up, b_down, y, l1, sums, counters, weights, stats, helpers, limit, words_per_tile, activation = rest
         layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
         shared = (sums, counters, weights, helpers, limit, stats)
         self.launch(Operands(*layer, *shared, scales=Scales(x_scale, up_scale, down_scale)), stream)

@@ -10,7 +10,6 @@ these are added over the warps, then to those of the other blocks. Comparisons a
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint8, Uint32, range_constexpr
@@ -36,20 +35,12 @@ class Window:
         self.dtype = operands.DTYPES[spec.dtype]
 
     @cute.jit
-    def __call__(
-        self,
-        gate: cute.Tensor,
-        level: cute.Tensor,
-        below: cute.Tensor,
-        above: cute.Tensor,
-        near: cute.Tensor,
-        counts: cute.Tensor,
-        stream: cuda.CUstream,
-    ):
-        """`counts` [KINDS, n] are zero before."""
+    def __call__(self, *arguments: Any):
+        """The operands of `kernel` without the tiles, and the stream; `counts` [KINDS, n] are zero before."""
+        gate, *rest, stream = arguments
         tiles = cute.ceil_div(gate.shape[1], geometry.TILE)
         if gate.shape[0] > 0:
-            self.kernel(gate, level, below, above, near, counts, tiles).launch(
+            self.kernel(gate, *rest, tiles).launch(
                 grid=(cute.ceil_div(gate.shape[0], ROWS) * tiles, 1, 1),
                 block=(32 * WARPS, 1, 1),
                 stream=stream,

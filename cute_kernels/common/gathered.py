@@ -53,28 +53,10 @@ class GatheredForm:
         self.longest = geometry.LONGEST_SUM["bfloat16" if spec.dtype == E4M3 else spec.dtype]
 
     @cute.jit
-    def __call__(
-        self,
-        coefficients: cute.Tensor | None,
-        w: cute.Tensor,
-        coefficients2: cute.Tensor | None,
-        w2: cute.Tensor | None,
-        bias: cute.Tensor,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        out: cute.Tensor,
-        flushed: cute.Tensor,
-        activation: Int32,
-        capacity: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        matrices = coefficients, w, coefficients2, w2, bias
-        self.launch_units(
-            (*matrices, entries, neurons, chunks, sizes, out, flushed, activation), capacity, max_ctas, stream
-        )
+    def __call__(self, *arguments: Any):
+        """The operands up to the activation, the capacity, the number of CTAs and the stream."""
+        *given, capacity, max_ctas, stream = arguments
+        self.launch_units((*given,), capacity, max_ctas, stream)
 
     @cute.jit
     def launch_units(self, given: Any, capacity: Int32, max_ctas: Int32, stream: cuda.CUstream, scale: Any = None):

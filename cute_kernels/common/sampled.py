@@ -14,7 +14,6 @@ each entry reads its own; all other products are discarded. Entries are loaded b
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr, range_constexpr
@@ -175,25 +174,10 @@ class SampledUpForm(Sampler):
         self.training = spec.training
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        w_up: cute.Tensor,
-        b_up: cute.Tensor | None,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        up: cute.Tensor | None,
-        hidden: cute.Tensor | None,
-        l1: cute.Tensor,
-        activation: Int32,
-        capacity: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        o = Operands(x, w_up, entries, neurons, chunks, sizes, Up(b_up, up, hidden, l1, activation))
-        self.launch(o, capacity, max_ctas, stream)
+    def __call__(self, *arguments: Any):
+        """x, w, the bias, the hybrid gate, the rest of `Up`, the capacity, the number of CTAs and the stream."""
+        x, w, bias, entries, neurons, chunks, sizes, *rest, capacity, max_ctas, stream = arguments
+        self.launch(Operands(x, w, entries, neurons, chunks, sizes, Up(bias, *rest)), capacity, max_ctas, stream)
 
     @cute.jit
     def load_factor(self, o: Operands, at: Int32):
@@ -243,23 +227,10 @@ class SampledGradForm(Sampler):
         self.gated = spec.gated
 
     @cute.jit
-    def __call__(
-        self,
-        dy: cute.Tensor,
-        w_down: cute.Tensor,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        up: cute.Tensor | None,
-        dl1: cute.Tensor,
-        d_gate: cute.Tensor,
-        d_up: cute.Tensor | None,
-        activation: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        o = Operands(dy, w_down, entries, neurons, chunks, sizes, Grad(up, dl1, d_gate, d_up, activation))
+    def __call__(self, *arguments: Any):
+        """dy, w_down, the hybrid gate, `Grad`, the number of CTAs and the stream."""
+        *layer, up, dl1, d_gate, d_up, activation, max_ctas, stream = arguments
+        o = Operands(*[*layer, Grad(up, dl1, d_gate, d_up, activation)])
         self.launch(o, d_gate.shape[0], max_ctas, stream)
 
     @cute.jit

@@ -11,7 +11,6 @@ Sums are flushed after `longest` list positions.
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr, range_constexpr
@@ -71,38 +70,13 @@ class WeightGradForm:
         self.longest = geometry.LONGEST_SUM[spec.dtype]
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        dy: cute.Tensor,
-        order: cute.Tensor,
-        sizes: cute.Tensor,
-        tiles: cute.Tensor,
-        starts: cute.Tensor,
-        packed: cute.Tensor,
-        tokens: cute.Tensor,
-        dw_gate: cute.Tensor,
-        dw_up: cute.Tensor | None,
-        dw_down: cute.Tensor,
-        db_gate: cute.Tensor | None,
-        db_up: cute.Tensor | None,
-        main_gate: cute.Tensor,
-        main_up: cute.Tensor | None,
-        main_down: cute.Tensor,
-        flushed: cute.Tensor,
-        partial: cute.Tensor,
-        arrivals: cute.Tensor,
-        capacity: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """The operands up to the arrivals, the capacity, the number of CTAs and the stream."""
+        *given, capacity, max_ctas, stream = arguments
+        x, _, order, *_ = given
         slabs = cute.ceil_div(x.shape[1], TILE_N)
         units = cute.ceil_div(order.shape[0], TILE_M) * self.parts(slabs)
-        data = Operands(
-            x, dy, order, sizes, tiles, starts, packed, tokens, dw_gate, dw_up, dw_down, db_gate, db_up, main_gate,
-            main_up, main_down, flushed, partial, arrivals, slabs, units,
-        )  # fmt: skip
-        self.launch(data, capacity, max_ctas, stream)
+        self.launch(Operands(*[*given, slabs, units]), capacity, max_ctas, stream)
 
     def launch(self, data, capacity, max_ctas, stream):
         """Launch the kernel."""

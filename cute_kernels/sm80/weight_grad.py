@@ -37,14 +37,11 @@ class WeightGrad(WeightGradForm, SparseProduct):
         self.shared = feasible.check_portable_memory(Shared)
         ctas = cutlass.min(data.units, max_ctas)
         # the kernel that can flush sums needs more registers
+        how = {"grid": (ctas, 1, 1), "block": (THREADS, 1, 1), "min_blocks_per_mp": 1}
         if data.flushed.shape[0] > 0:
-            self.kernel(data, capacity, True).launch(
-                grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
-            )
+            self.kernel(data, capacity, True).launch(**how, stream=stream)
         else:
-            self.kernel(data, capacity, False).launch(
-                grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
-            )
+            self.kernel(data, capacity, False).launch(**how, stream=stream)
 
     @cute.kernel
     def kernel(self, data: Operands, capacity: Int32, long: cutlass.Constexpr):

@@ -75,19 +75,10 @@ class ExpertGathered:
         self.stages = min(2 * STAGES, RINGS // ((COLUMNS + self.tokens) * TILE_K * 2)) // self.ctas_per_sm
 
     @cute.jit
-    def __call__(
-        self,
-        compact: cute.Tensor,
-        w: cute.Tensor,
-        neurons: cute.Tensor,
-        units: cute.Tensor,
-        total: cute.Tensor,
-        z: cute.Tensor,
-        between: Int32,
-        multiprocessors: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.launch(compact, Operands(w, neurons, units, total, z, between), multiprocessors, stream)
+    def __call__(self, *arguments: Any):
+        """The compact hidden states, the `Operands`, the number of multiprocessors and the stream."""
+        compact, *given, multiprocessors, stream = arguments
+        self.launch(compact, Operands(*given), multiprocessors, stream)
 
     def products(self) -> Any:
         """The MMA of a tile."""

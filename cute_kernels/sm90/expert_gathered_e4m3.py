@@ -5,7 +5,6 @@ The product is that of columns_e4m3.py: a tile has 256 columns, as many bytes as
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, range_constexpr
@@ -24,21 +23,10 @@ class ExpertGatheredE4m3(E4m3Columns, ExpertGathered):
     ctas_per_sm = 1
 
     @cute.jit
-    def __call__(
-        self,
-        compact: cute.Tensor,
-        w: cute.Tensor,
-        scale: cute.Tensor,
-        neurons: cute.Tensor,
-        units: cute.Tensor,
-        total: cute.Tensor,
-        z: cute.Tensor,
-        between: Int32,
-        multiprocessors: Int32,
-        stream: cuda.CUstream,
-    ):
-        pairs_of_columns = cute.recast_tensor(w, Uint16)
-        o = Operands(pairs_of_columns, neurons, units, total, z, between, scale)
+    def __call__(self, *arguments: Any):
+        """As there, with the scale of columns behind w."""
+        compact, w, scale, *given, multiprocessors, stream = arguments
+        o = Operands(*[cute.recast_tensor(w, Uint16), *given, scale])
         self.launch(compact, o, multiprocessors, stream)
 
     def products(self) -> Any:

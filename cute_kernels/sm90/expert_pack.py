@@ -46,26 +46,11 @@ class ExpertPack(GatePackFew):
             self.arrange(2, 1, 2)
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        w: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        units: cute.Tensor,
-        total: cute.Tensor,
-        hidden: cute.Tensor,
-        ids: cute.Tensor,
-        owners: cute.Tensor,
-        pairs: cute.Tensor,
-        arrivals: cute.Tensor,
-        words_per_tile: Int32,
-        threshold: Int32,
-        activation: Int32,
-        stream: cuda.CUstream,
-    ):
-        of_units = units, total, hidden, ids, owners, pairs, activation
-        self.launch_units(x, w, (words, spill, arrivals, words_per_tile, threshold), of_units, stream)
+    def __call__(self, *arguments: Any):
+        """x, w, words and spill, `Experts` up to the pairs, arrivals, width, threshold, activation and the stream."""
+        x, w, words, spill, *of_units, arrivals, words_per_tile, threshold, activation, stream = arguments
+        of_words = words, spill, arrivals, words_per_tile, threshold
+        self.launch_units(x, w, of_words, (*of_units, activation), stream)
 
     @cute.jit
     def launch_units(self, x: cute.Tensor, w: cute.Tensor, of_words, of_units, stream: cuda.CUstream, scales=None):

@@ -4,7 +4,6 @@ relu(x_q . w_q[expert] * w_scale[expert] * x_scale).
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -21,31 +20,13 @@ class ExpertPackE4m3(ExpertPack, ScaledSums):
     """For one number of pairs per unit."""
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        x_scale: cute.Tensor,
-        w: cute.Tensor,
-        w_scale: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        units: cute.Tensor,
-        total: cute.Tensor,
-        hidden: cute.Tensor,
-        ids: cute.Tensor,
-        owners: cute.Tensor,
-        pairs: cute.Tensor,
-        arrivals: cute.Tensor,
-        words_per_tile: Int32,
-        threshold: Int32,
-        activation: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """As there, with the scales of rows behind x and w."""
+        x, x_scale, w, w_scale, words, spill, *of_units, arrivals, width, threshold, activation, stream = arguments
         # scales of all experts lie one behind the other
-        flat = cute.make_tensor(w_scale.iterator, cute.make_layout(cute.size(w_scale)))
-        of_units = units, total, hidden, ids, owners, pairs, activation
-        of_words = words, spill, arrivals, words_per_tile, threshold
-        self.launch_units(operands.e4m3(x), operands.e4m3(w), of_words, of_units, stream, Scales(x_scale, flat))
+        scales = Scales(x_scale, cute.make_tensor(w_scale.iterator, cute.make_layout(cute.size(w_scale))))
+        of_words = words, spill, arrivals, width, threshold
+        self.launch_units(operands.e4m3(x), operands.e4m3(w), of_words, (*of_units, activation), stream, scales)
 
 
 def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:

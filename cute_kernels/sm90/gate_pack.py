@@ -143,23 +143,10 @@ class GatePack:
         self.stages = (feasible.SMEM_PER_CTA - 2048 - count * epilogue.width // 8) // self.stage_bytes
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        w: cute.Tensor,
-        bias: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        stats: cute.Tensor,
-        arrivals: cute.Tensor,
-        words_per_tile: Int32,
-        threshold: Int32,
-        max_clusters: Int32,
-        stream: cuda.CUstream,
-    ):
-        self.launch(
-            x, w, Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold), max_clusters, stream
-        )
+    def __call__(self, *arguments: Any):
+        """x, w, the `Operands`, the number of clusters and the stream."""
+        x, w, *given, max_clusters, stream = arguments
+        self.launch(x, w, Operands(*given), max_clusters, stream)
 
     @cute.jit
     def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, max_clusters: Int32, stream: cuda.CUstream):

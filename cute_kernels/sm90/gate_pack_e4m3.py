@@ -7,7 +7,6 @@ bits are those of torch._scaled_mm with `use_fast_accum` and without it.
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr, range_constexpr
@@ -44,24 +43,10 @@ class GatePackE4m3(GatePack):
         self.set_sizes(spec.tokens, cutlass.Float8E4M3FN, self.dtype, spec.tokens * (TILE_N + 2 * 2 * 2))
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        x_scale: cute.Tensor,
-        w: cute.Tensor,
-        w_scale: cute.Tensor,
-        bias: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        stats: cute.Tensor,
-        arrivals: cute.Tensor,
-        words_per_tile: Int32,
-        threshold: Int32,
-        max_clusters: Int32,
-        stream: cuda.CUstream,
-    ):
-        scales = Scales(x_scale, w_scale)
-        o = Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold, scales)
+    def __call__(self, *arguments: Any):
+        """As there, with the scales of rows behind x and w."""
+        x, x_scale, w, w_scale, *given, max_clusters, stream = arguments
+        o = Operands(*[*given, Scales(x_scale, w_scale)])
         self.launch(operands.e4m3(x), operands.e4m3(w), o, max_clusters, stream)
 
     def views(self, sW: Any, sX: Any, epilogue: Any) -> Any:

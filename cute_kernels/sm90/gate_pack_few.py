@@ -110,22 +110,11 @@ class GatePackFew:
         self.pitch = self.neurons + 4
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        w: cute.Tensor,
-        bias: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        stats: cute.Tensor,
-        arrivals: cute.Tensor,
-        words_per_tile: Int32,
-        threshold: Int32,
-        stream: cuda.CUstream,
-    ):
-        o = Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold)
+    def __call__(self, *arguments: Any):
+        """x, w, the `Operands` and the stream."""
+        x, w, *given, stream = arguments
         extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[0], cute.ceil_div(x.shape[1], self.tile_k), Int32(0))
-        self.launch(x, w, o, extent, Int32(1), stream)
+        self.launch(x, w, Operands(*given), extent, Int32(1), stream)
 
     @cute.jit
     def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, extent: Extent, units: Int32, stream: cuda.CUstream):

@@ -5,7 +5,6 @@ Behind quantize_tokens.py it is `early`: the first stages of w are loaded while 
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -41,24 +40,10 @@ class GatePackFewE4m3(ScaledSums):
     """For one number of tokens."""
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        x_scale: cute.Tensor,
-        w: cute.Tensor,
-        w_scale: cute.Tensor,
-        bias: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        stats: cute.Tensor,
-        arrivals: cute.Tensor,
-        words_per_tile: Int32,
-        threshold: Int32,
-        early: Int32,
-        stream: cuda.CUstream,
-    ):
-        scales = Scales(x_scale, w_scale)
-        o = Operands(bias, words, spill, stats, arrivals, words_per_tile, threshold, None, scales)
+    def __call__(self, *arguments: Any):
+        """As there, with the scales of rows behind x and w, and whether it is `early`."""
+        x, x_scale, w, w_scale, *given, early, stream = arguments
+        o = Operands(*[*given, None, Scales(x_scale, w_scale)])
         blocks = cute.ceil_div(x.shape[1], self.tile_k)
         extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[0], blocks, Int32(0), early)
         self.launch(operands.e4m3(x), operands.e4m3(w), o, extent, Int32(1), stream)

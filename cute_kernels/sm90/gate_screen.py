@@ -23,7 +23,6 @@ Hand-over:
 from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -102,33 +101,12 @@ class GateScreen(GatePack):
         self.set_sizes(TOKENS, Int8, Float32, 4 * TOKENS + 4 * NEURONS, True)
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        x_scale: cute.Tensor,
-        x_spread: cute.Tensor,
-        x_offset: cute.Tensor,
-        w: cute.Tensor,
-        w_scale: cute.Tensor,
-        w_spread: cute.Tensor,
-        w_offset: cute.Tensor,
-        bias: cute.Tensor,
-        candidates: cute.Tensor,
-        root: Float32,
-        tail: Float32,
-        product: Float32,
-        x_part: Float32,
-        w_part: Float32,
-        slack: Float32,
-        usual: Float32,
-        block: Float32,
-        dithers: Float32,
-        max_clusters: Int32,
-        stream: cuda.CUstream,
-    ):
-        constants = Constants(root, tail, product, x_part, w_part, slack, usual, block, dithers)
+    def __call__(self, *arguments: Any):
+        """x and its terms, w and its terms, bias and candidates, the `Constants`, the clusters and the stream."""
+        x, x_scale, x_spread, x_offset, w, *rest, max_clusters, stream = arguments
+        w_scale, w_spread, w_offset, bias, candidates, *constants = rest
         rows = (x_scale, x_spread, x_offset, w_scale, w_spread, w_offset)
-        self.launch(x, w, Operands(*rows, bias, candidates, constants), max_clusters, stream)
+        self.launch(x, w, Operands(*rows, bias, candidates, Constants(*constants)), max_clusters, stream)
 
     def views(self, sW: Any, sX: Any, epilogue: Any) -> Views:
         """The kernel's `Views`."""

@@ -15,7 +15,6 @@ once. As that leaves its warps little time, the fill group makes the tiles of co
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -49,28 +48,10 @@ class GatheredE4m3(E4m3Columns, Gathered):
     stages, tokens = 6, TILE_M
 
     @cute.jit
-    def __call__(
-        self,
-        coefficients: None,
-        w: cute.Tensor,
-        scale: cute.Tensor,
-        coefficients2: None,
-        w2: None,
-        bias: cute.Tensor,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        out: cute.Tensor,
-        flushed: cute.Tensor,
-        activation: Int32,
-        capacity: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        matrices = coefficients, cute.recast_tensor(w, Uint16), coefficients2, w2, bias
-        given = (*matrices, entries, neurons, chunks, sizes, out, flushed, activation)
-        self.launch_units(given, capacity, max_ctas, stream, scale)
+    def __call__(self, *arguments: Any):
+        """As there, with the scale of columns behind w."""
+        first, w, scale, *rest, capacity, max_ctas, stream = arguments
+        self.launch_units((first, cute.recast_tensor(w, Uint16), *rest), capacity, max_ctas, stream, scale)
 
     def products_of(self) -> Any:
         mma = self.products_of_columns()

@@ -22,7 +22,6 @@ CTA writes it. Three warp groups:
 
 from typing import Any, ClassVar, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -87,21 +86,9 @@ class SampledGate(GatePack):
         self.pack_warps = PACK_WARPS
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        w: cute.Tensor,
-        bias: cute.Tensor,
-        neurons: cute.Tensor,
-        sizes: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        stats: cute.Tensor,
-        words_per_tile: Int32,
-        threshold: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """x, the `Operands`, the number of CTAs and the stream."""
+        x, *given, max_ctas, stream = arguments
         shape, stages = (TILE_N, TOKENS, TILE_K), self.stages
         w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
         x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.dtype, stages)
@@ -116,7 +103,7 @@ class SampledGate(GatePack):
             gate: cute.struct.Align[cute.struct.MemRange[self.dtype, TOKENS * TILE_N], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        o = Operands(w, bias, neurons, sizes, words, spill, stats, words_per_tile, threshold)
+        o = Operands(*given)
         if x.shape[0] > 0:
             self.kernel(x_load.atom, x_load.tensor, o, w_layout, x_layout).launch(
                 grid=(1, 1, max_ctas), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True

@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
@@ -24,28 +23,13 @@ class SampledUpE4m3(SampledProduct, SampledUpForm):
     """The up projection; hidden states are bfloat16."""
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        x_scale: cute.Tensor,
-        w_up: cute.Tensor,
-        w_scale: cute.Tensor,
-        b_up: cute.Tensor,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        up: None,
-        hidden: None,
-        l1: cute.Tensor,
-        activation: Int32,
-        capacity: Int32,
-        max_ctas: Int32,
-        stream: cuda.CUstream,
-    ):
-        pointwise = Up(b_up, up, hidden, l1, activation, Scales(x_scale, w_scale))
+    def __call__(self, *arguments: Any):
+        """As there, with the scales of rows behind x and w."""
+        x, x_scale, w, w_scale, bias, *pattern_and_rest, capacity, max_ctas, stream = arguments
+        entries, neurons, chunks, sizes, *rest = pattern_and_rest
+        pointwise = Up(*[bias, *rest, Scales(x_scale, w_scale)])
         pattern = entries, neurons, chunks, sizes
-        self.launch(Operands(operands.e4m3(x), operands.e4m3(w_up), *pattern, pointwise), capacity, max_ctas, stream)
+        self.launch(Operands(operands.e4m3(x), operands.e4m3(w), *pattern, pointwise), capacity, max_ctas, stream)
 
     @cute.jit
     def scaled(self, o: Operands, value: Float32, entry: Uint32, tile: Int32, position: Int32):

@@ -33,7 +33,6 @@ has received all of h, so after all owners have read those of this group.
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
@@ -154,21 +153,9 @@ class UpDownTile:
         assert self.window % self.group == 0
 
     @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        w_up: cute.Tensor,
-        w_down: cute.Tensor,
-        b_up: cute.Tensor,
-        b_down: cute.Tensor,
-        y: cute.Tensor,
-        l1: cute.Tensor,
-        words_per_tile: Int32,
-        activation: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments: Any):
+        """x, the `Operands` and the stream."""
+        x, *given, stream = arguments
         dtype, k = self.dtype, OperandMajorMode.K
         up = sm90.make_trivial_tiled_mma(dtype, dtype, k, k, Float32, (1, 1, 1), (64, TOKENS))
         down = sm90.make_trivial_tiled_mma(dtype, dtype, OperandMajorMode.MN, k, Float32, (1, 1, 1), (64, TOKENS))
@@ -203,10 +190,10 @@ class UpDownTile:
             totals: cute.struct.MemRange[Float32, MMA_WARPS]
 
         self.shared = feasible.check_shared_memory(Shared, CTAS_PER_SM)
-        o = Operands(words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
-        if y.shape[0] > 0:
+        o = Operands(*given)
+        if o.y.shape[0] > 0:
             self.kernel(x_tma, x_g, o, up, down, *layouts).launch(
-                grid=(self.cluster, cute.ceil_div(y.shape[0], TOKENS), 1),
+                grid=(self.cluster, cute.ceil_div(o.y.shape[0], TOKENS), 1),
                 block=(THREADS, 1, 1),
                 cluster=(self.cluster, 1, 1),
                 min_blocks_per_mp=CTAS_PER_SM,

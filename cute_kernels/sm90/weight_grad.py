@@ -95,14 +95,11 @@ class WeightGrad(WeightGradForm, SparseProduct):
         arguments = (data, (wide, narrow, row_mma), a_layout, b_layout, ones_layout, capacity)
         ctas = cutlass.min(data.units, max_ctas)
         # the kernel that can flush sums is a tenth slower
+        how = {"grid": (ctas, 1, 1), "block": (THREADS, 1, 1), "min_blocks_per_mp": 1}
         if data.flushed.shape[0] > 0:
-            self.kernel(*arguments, True).launch(
-                grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
-            )
+            self.kernel(*arguments, True).launch(**how, stream=stream)
         else:
-            self.kernel(*arguments, False).launch(
-                grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
-            )
+            self.kernel(*arguments, False).launch(**how, stream=stream)
 
     @cute.kernel
     def kernel(
