@@ -213,14 +213,16 @@ def on_cuda(op: str, *arguments: Any) -> Any:
 @contextlib.contextmanager
 def dispatched() -> Iterator[None]:
     """Let operators that are called by the dispatcher run their code for a GPU, too."""
-    cuda, given = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), torch.library.Library("twell", "IMPL")
+    cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    given = torch.library.Library("twell", "IMPL")  # type: ignore[no-untyped-call]
     for name in library._LIBRARY._op_defs:
         op = getattr(torch.ops.twell, name.removeprefix("twell::")).default
-        given.impl(op._opname, functools.partial(op.redispatch, cuda), "CPU", allow_override=True)
+        call = functools.partial(op.redispatch, cuda)
+        given.impl(op._opname, call, "CPU", allow_override=True)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        given._destroy()
+        given._destroy()  # type: ignore[no-untyped-call]
 
 
 # Who may: what has a tensor of the host, by its device.
