@@ -151,21 +151,6 @@ def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyP
 # Tables
 
 
-def test_points_that_lose_are_counted() -> None:
-    few = [
-        host.Row("few", "forward", "topic", "auto", m, 1024, n, gated, queued_over_dense=q, waited_over_dense=w)
-        for m, n, gated, q, w in ((1, 2816, True, 0.5, 1.0), (8, 2816, True, 1.021, 1.1), (8, 4096, False, 0.9, 1.02))
-    ]
-    failed = host.Row("few", "forward", "topic", "any", 1, 1024, 2816, red="no kernel")
-    assert host.tables([vars(row) for row in (*few, failed)]).splitlines()[-5:] == [
-        "|---|--:|--:|",
-        "| 1,024 / 2,816 | 0.50 / 1.00 | 1.02 / 1.10 |",
-        "| 1,024 / 4,096, no gate |  | 0.90 / 1.02 |",
-        "",
-        "Of 3 points these take over 1.02 of dense's time: 1 queued, at most +2.1%; 1 waited for, at most +10.0%.",
-    ]
-
-
 def test_the_published_file_has_a_table(root: Path) -> None:
     rows = loads((root / "profiling/results/host.json").read_text())["rows"]
     assert len(host.tables(rows).splitlines()) >= len([row for row in rows if row.get("part") != "few"])
