@@ -148,9 +148,6 @@ def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
     )
 
 
-# Graphs
-
-
 # Modules
 
 

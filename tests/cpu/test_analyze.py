@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 import sys
-import xml.etree.ElementTree
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -335,20 +334,6 @@ def test_figures_of_the_command_are_those_of_the_stock_model(
         assert row["name"].startswith("model.decoder.layers." if kind == "opt" else "model.layers.")
         assert row["why_m1"].endswith("of dense's time")
     assert ("non-gated, K = 64, N = 320" in capsys.readouterr().out) == (kind == "opt")
-
-
-def test_command_repeats(llama: Path, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    kept = []
-    for name in ("one", "two"):
-        folder = tmp_path / name
-        folder.mkdir()
-        table, chart = folder / "a.csv", folder / "a.svg"
-        run(analyze, llama, "--text", words, "--tokens", 300, "--csv", table, "--plot", chart)
-        xml.etree.ElementTree.parse(chart)
-        printed = capsys.readouterr().out.replace(str(folder), "")
-        kept.append((table.read_bytes(), chart.read_bytes(), printed))
-    assert kept[0] == kept[1]
 
 
 def test_another_activation(words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

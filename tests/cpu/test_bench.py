@@ -412,9 +412,6 @@ def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cac
         assert variant.copies % len(gates) == 0
 
 
-# The command line
-
-
 # Experts
 
 

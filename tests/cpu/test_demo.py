@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from twell import pack, sparse_gated_ffn, testing
+from twell import pack, sparse_gated_ffn
 from twell.commands import cli
 from twell.commands.demo import compare, corpus, demo, model
 from twell.commands.request import RequestError
@@ -215,23 +215,6 @@ def test_a_right_layer_passes_and_a_wrong_gate_does_not(
     assert compare.check_gate(torch.zeros_like(gate), x, mlp.gate_proj.weight)
     monkeypatch.setattr(PackedTwell, "nnz", lambda _: torch.tensor(1))
     assert compare.compare_layer(0, x, mlp, 8).failures == [f"nnz(): expected {int((gate != 0).sum()):,}, got 1"]
-
-
-def test_error_bounds_can_fail() -> None:
-    def failures(ours: testing.Errors, dense: testing.Errors, roundings: int = 1 << 20) -> list[str]:
-        return compare.error_failures(testing.Comparison(ours, dense, roundings))
-
-    dense, nan = testing.Errors(1e-3, 2e-3), float("nan")
-    assert failures(testing.Errors(1.1e-3, 2.2e-3), dense) == []
-    assert len(failures(testing.Errors(1.2e-3, 2e-3), dense)) == 1
-    assert len(failures(testing.Errors(1e-3, 2.3e-3), dense)) == 1
-    # few roundings are allowed more
-    assert failures(testing.Errors(1.2e-3, 2.3e-3), dense, roundings=100) == []
-    assert len(failures(testing.Errors(nan, nan), dense)) == 2
-    assert len(failures(dense, testing.Errors(nan, nan))) == 2
-    assert demo.model_failures(2.0, 2.005) == []
-    assert demo.model_failures(2.0, 2.02)
-    assert demo.model_failures(nan, nan)
 
 
 # The model

@@ -311,18 +311,6 @@ def test_a_screen_that_is_switched_off_ends_what_is_known(gpu: FakeGpu, long: li
     assert len(long) == before + 1
 
 
-@pytest.mark.usefixtures("chooses")
-def test_checkpoints_of_auto_take_the_long_way(gpu: FakeGpu, long: list[Tensor]) -> None:
-    """There the choice is held until backward is through."""
-    mlp, x = layer(strategy="auto").requires_grad_(), tokens(64)
-    for _ in range(12):
-        mlp(x)
-    before = len(long)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        mlp(x)
-    assert len(long) == before + 1
-
-
 def test_what_a_layer_remembers_is_bounded(gpu: FakeGpu, long: list[Tensor]) -> None:
     mlp = layer()
     for m in range(1, 200):

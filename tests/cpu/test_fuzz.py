@@ -129,21 +129,6 @@ fuzz.main(["--device", "cpu", "--cases", "1", "--limit-s", "0.2"])
     assert "HANGS for more than 0 s: python -m tests.fuzz --replay '" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--limit-s", "nan"], "--limit-s must be above 0, got nan"),
-        (["--replay", "seven"], "--replay must be SEED:NUMBER or the line of a case, got 'seven': kind must be one of"),
-        (["--kinds", "layers"], "argument --kinds: invalid choice: 'layers'"),
-    ],
-)
-def test_a_run_of_nothing_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        fuzz.main(words)
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
-
-
 # The sanitizer's driver
 
 

@@ -431,9 +431,3 @@ def test_a_weight_of_the_other_layout_is_refused(cls: Module) -> None:
     mlp.down_proj.weight = nn.Parameter(rows["down_proj.weight"])
     with pytest.raises(ValueError, match=r"w_down must be \[32, 264\] .*, got \[264, 32\]"):
         mlp(tokens())
-
-
-# inference mode
-
-
-# construction without memory, devices and dtypes

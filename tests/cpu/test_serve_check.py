@@ -218,17 +218,6 @@ def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str])
     assert "must be a JSON object" in err
 
 
-def test_the_verdict_says_what_it_holds_for() -> None:
-    shares, calls = {"prefill 8,192": 0.6, "decode 1": 0.4, "decode 512": 0.97}, [(False, 8192), (True, 1), (True, 512)]
-    assert serve_check._verdict(shares, calls, "NVIDIA H200") == (
-        "Verdict: FFNs gain on NVIDIA H200 for prefill 8,192 (0.60), decode 1 (0.40) of dense's time; by times in "
-        "CUDA graphs, as eager calls of up to 2,048 tokens wait for the host, with down weights by rows"
-    )
-    assert serve_check._verdict({"prefill 8,192": 1.0}, calls[:1], "NVIDIA H200") == (
-        "Verdict: no gain of the FFNs on NVIDIA H200; by times in CUDA graphs, with down weights by rows"
-    )
-
-
 def quantised(folder: Path, settings: dict[str, Any], granularity: Any = "row", layers: str = "") -> None:
     """Turn the FFNs to e4m3, and ``config.json`` to say so; ``layers``: a pattern of the names of those that are."""
     tensors = {}

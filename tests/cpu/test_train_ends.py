@@ -25,8 +25,6 @@ import train
 from small_runs import SPARSE, command, others, records, same, steps, weights
 from training import checkpoint, model, parallel, report
 
-from twell import _files
-
 TARGET = "--target-nnz 6 --lr 0.01 --observe-every 4".split()
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -165,30 +163,6 @@ def test_finished_runs_are_extended(run: Callable[..., int], tmp_path: Path, cap
     assert same(tmp_path / "out", tmp_path / "other")
 
 
-def test_the_old_model_stays_until_the_new_one_is_there(
-    run: Callable[..., int], tmp_path: Path, monkeypatch: Any
-) -> None:
-    assert run("--steps", 2) == 0
-    before = weights(tmp_path / "out")
-
-    def export(*arguments: Any) -> None:
-        folder = arguments[4]
-        folder.mkdir()
-        (folder / "model.safetensors").write_bytes(b"half")
-        assert all(torch.equal(before[name], value) for name, value in weights(tmp_path / "out").items())
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "export", export)
-        assert run("--steps", 4) == 128 + signal.SIGINT
-    after = weights(tmp_path / "out")
-    assert all(torch.equal(before[name], value) for name, value in after.items())
-    (tmp_path / "out" / ".final.partial-killed").mkdir()
-    assert run("--steps", 4) == 0
-    assert not all(torch.equal(before[name], value) for name, value in weights(tmp_path / "out").items())
-    assert not _files.leftovers(tmp_path / "out" / "final")
-
-
 WRITERS = {
     "tokens": (Path, "open", "train.bin", False),
     "tensors": (checkpoint.dcp, "save", "", True),
@@ -262,19 +236,6 @@ def test_damaged_checkpoints_are_not_read(run: Callable[..., int], tmp_path: Pat
     part.write_bytes(whole[:9000] + bytes(64) + whole[9064:])
     assert run("--steps", 8, "--checkpoint-every", 1, "--keep", 8) == 2
     assert f"{saved[8]} is damaged: expected other bytes in {part.name}; remove it" in capsys.readouterr().err
-
-
-def test_metrics_survive_a_kill_as_the_run_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
-    path = tmp_path / "metrics.jsonl"
-    text = "".join(f'{{"step": {i}}}\n' for i in range(4))
-    path.write_text(text)
-    monkeypatch.setattr(os, "replace", lambda *_: sys.exit(9))
-    with pytest.raises(SystemExit):
-        report.Metrics(path, 2)
-    assert path.read_text() == text
-    monkeypatch.undo()
-    report.Metrics(path, 2)
-    assert path.read_text() == text[: text.index('{"step": 3')]
 
 
 def test_resume_says_what_differs(run: Callable[..., int], tmp_path: Path, capsys: Any) -> None:

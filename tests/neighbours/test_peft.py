@@ -15,10 +15,8 @@ import transformers
 from neighbours import causal_model, logits, sparse_model, strategies, token_ids
 from torch import Tensor
 
-import twell
 import twell.integrations.transformers as twell_hf
 
-TARGETS = pytest.mark.parametrize("target", [["fc1"], ["fc2"], ["fc1", "fc2"], "all-linear"], ids=str)
 GATED = ["gate_proj", "up_proj", "down_proj"]
 
 
@@ -27,25 +25,6 @@ def adapted(model: Any, target: Any, **options: Any) -> Any:
     torch.manual_seed(1)
     config = peft.LoraConfig(target_modules=target, r=4, init_lora_weights=False, **options)
     return peft.get_peft_model(model, config).eval()
-
-
-@TARGETS
-def test_lora_on_a_pair_has_the_sentence_of_pairs(target: Any) -> None:
-    model = adapted(sparse_model("opt"), target)
-    assert all("calls raise: fc" in row.reason for row in twell.explain(model).rows)
-    with pytest.raises(NotImplementedError, match=r"fc[12] of a twell pair must .*merge an adapter"):
-        logits(model)
-
-
-@TARGETS
-def test_lora_on_a_pair_merged_before_sparsify_runs_sparse(target: Any) -> None:
-    expected = logits(adapted(causal_model("opt"), target))
-    assert (expected - logits(causal_model("opt"))).norm() > 0.1 * expected.norm()
-    with pytest.raises(ValueError, match="merge adapters first"):
-        twell_hf.sparsify(adapted(causal_model("opt"), target))
-    model = twell_hf.sparsify(adapted(causal_model("opt"), target).merge_and_unload(), strategy="union")
-    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-5)
-    assert strategies(model) == {"union"}
 
 
 def modules(model: Any) -> list[str]:
