@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import twell
 from profiling.bench import protocol, workloads
 from profiling.bench.cli import L2_TBS
-from profiling.bench.layers import SETTLING
+from profiling.bench.variants import SETTLING
 from twell import _files, testing
 from twell.commands.timing import Call, measure, spread
 from twell.testing import FFN

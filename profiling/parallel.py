@@ -41,9 +41,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from training import parallel  # noqa: E402
 
-from profiling.bench.layers import SETTLING  # noqa: E402
 from profiling.bench.models_random import Pattern, build, cast, draw, draw_ids, paper_nnz, parse_sizes  # noqa: E402
 from profiling.bench.report import write_json  # noqa: E402
+from profiling.bench.variants import SETTLING  # noqa: E402
 from twell import _sparsify, recipe, testing  # noqa: E402
 from twell.commands.request import RequestError, at_least, exit_status  # noqa: E402
 from twell.commands.timing import FAILURES, reason, spread  # noqa: E402

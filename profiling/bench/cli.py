@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from profiling.bench import DESCRIPTION, report
-from profiling.bench.decode import DECODED
 from profiling.bench.energy import EnergyMeter, open_meter
-from profiling.bench.layers import INVARIANT, OPS, SCREENED, STRATEGIES, Options
+from profiling.bench.layers import DECODED, INVARIANT, OPS, SCREENED, STRATEGIES, Options
 from profiling.bench.protocol import Ceilings, Device, Gpu
 from profiling.bench.rows import COLUMNS, LayerRow, named
 from profiling.bench.runner import DTYPES, Job, Runner

@@ -1,21 +1,20 @@
-"""Benchmarks of the forward pass of one layer.
-
-``TimedLayer`` is a workload with its operands and counts, ``Variant`` one call to time.
-"""
+"""Benchmarks of one layer: ``TimedLayer`` is a workload, ``Forward`` and ``Training`` have its variants."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import twell
+from profiling.bench import variants
 from profiling.bench.protocol import Ceilings, Device
+from profiling.bench.variants import Verdict, compared, verdict, whole
 from twell import testing
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
@@ -33,14 +32,20 @@ SCREENED, INVARIANT = tables.SCREENED, "row+invariant"
 # Bytes of a stored value.
 ITEM = 2
 
-# Eager calls before "auto" is recorded. It measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
-SETTLING = 9
-
 # Tokens per gate GEMM in counting non-zeros.
 _COUNTED = 16384
 
-Verdict = tuple[dict[str, Comparison], str]
-Verify = Callable[[tuple[Tensor, ...]], Verdict]
+# Tokens after which recorded layers repeat, and tokens around their middle that decode is timed and checked on.
+RECORDED = 4096
+DECODED = 512
+# Least calls of a recording of decode, to make it long beside the events that time it.
+CALLS = 32
+
+# Upstream gradient of the sum of |h| in the check of a step, exact in bf16.
+L1 = 0.25
+
+# Of the i-th copy of x, the leaves, x first, and y with its graph.
+Pass = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
 
 
 @dataclass(frozen=True)
@@ -64,47 +69,18 @@ class Options:
 
 
 @dataclass
-class Variant:
-    """One call to time: ``call(i)`` works on the i-th copy of the operands and returns its outputs, y first.
+class Variant(variants.Variant):
+    """One call to time of a layer.
 
-    ``eager``: replaces ``call`` outside of recordings. ``verify``: returns the errors and the fault, "" if they are
-    within the budget. ``also``: what timed eager calls run, if that is another strategy, and its check. ``baseline``:
-    the suffix after "dense eager" and "dense compiled" in the names of its baselines.
-    ``forward``: the forward pass of a training step, with its graph. ``settle``: returns the fields that depend on the
-    strategy; it may raise.
+    figures: by strategy, ``executed`` operations, bytes ``moved`` from memory or ``gathered`` through L2, and the
+    ``floor`` in seconds. baseline: the suffix after "dense eager" and "dense compiled" in the names of its baselines.
+    forward: by strategy, the forward pass of a training step, with its graph.
     """
 
-    name: str
-    call: Call
-    flop: float
-    floor: float = 0.0  # seconds
-    gathered: float = 0.0  # bytes through L2
-    verify: Verify | None = None
+    flop: float = field(kw_only=True)
+    figures: Callable[[str], dict[str, float]] = field(kw_only=True)
     baseline: str | None = None
-    forward: Callable[[int], Tensor] | None = None
-    eager: Call | None = None
-    also: tuple[Call, Verify] | None = None
-    settle: Callable[[], dict[str, Any]] | None = None
-    requested: str = ""
-    strategy: str = ""
-    eager_strategy: str = ""
-    executed: float | None = None  # operations
-    moved: float | None = None  # bytes from memory
-    copies: int = 0  # calls of a recording; 0: one for each copy of x
-
-    @property
-    def key(self) -> str:
-        return f"{self.name} {self.requested}".rstrip()
-
-    def settled(self) -> None:
-        """Set the fields that depend on the strategy."""
-        if self.settle is not None:
-            for field, value in self.settle().items():
-                setattr(self, field, value)
-
-    def now(self, i: int) -> tuple[Tensor, ...]:
-        """A call outside of recordings."""
-        return (self.eager or self.call)(i)
+    forward: Callable[[str], Pass] | None = None
 
 
 def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settings: Any) -> SparseFFN:
@@ -150,7 +126,7 @@ def gradients_of(layer: SparseFFN, x: Tensor, dy: Tensor, dl1: float = 0.0) -> d
 
 
 class TimedLayer:
-    """A workload: the problem, copies of its tokens, counts of non-zeros, and dense PyTorch's errors."""
+    """A workload: the problem, copies of its tokens, and counts of non-zeros."""
 
     def __init__(self, problem: FFN, options: Options, device: Device, ceilings: Ceilings) -> None:
         self.problem, self.options, self.device, self.ceilings = problem, options, device, ceilings
@@ -192,28 +168,14 @@ class TimedLayer:
         ceilings = self.ceilings
         return max(flop / ceilings.flops, moved / ceilings.memory, gathered / ceilings.l2)
 
-    @functools.cached_property
-    def answer(self) -> tuple[Tensor, Errors, float]:
-        """The layer's y in float64, the errors of dense PyTorch, and the number of roundings behind them."""
-        right = testing.float64_output(self.problem, **self.form)
-        errors = testing.errors(testing.dense_output(self.problem, **self.form), right)
-        return right, errors, testing.count_roundings(self.problem, **self.form)
+    def compiled_sparse(self) -> Callable[..., Tensor]:
+        """``testing.sparse_output`` by "dense", through torch.compile."""
+        function = torch.compile(testing.sparse_output, fullgraph=True, dynamic=False)
+        return functools.partial(function, compression=self.options.compression, strategy="dense", **self.form)
 
-    def verify_output(self, outputs: tuple[Tensor, ...]) -> Verdict:
-        """Check y against float64."""
-        right, dense, roundings = self.answer
-        found = Comparison(testing.errors(outputs[0], right), dense, roundings)
-        return {"y": found}, "" if found.ok else str(found)
-
-    def sparse(self, strategy: Any, compiled: bool = False) -> Callable[..., Tensor]:
-        """``testing.sparse_output`` by this strategy."""
-        function = torch.compile(testing.sparse_output, fullgraph=True, dynamic=False) if compiled else None
-        options = {"compression": self.options.compression, "strategy": strategy, **self.form}
-        return functools.partial(function or testing.sparse_output, **options)
-
-    def module(self, strategy: Any) -> SparseFFN:
-        """The layer as users call it, by this strategy."""
-        return module_of(self.problem, strategy, compression=self.options.compression, **self.form)
+    def module(self, strategy: Any, problem: FFN | None = None) -> SparseFFN:
+        """The layer as users call it, by this strategy; also of a copy of the problem."""
+        return module_of(problem or self.problem, strategy, compression=self.options.compression, **self.form)
 
     def dense(self) -> Iterator[tuple[str, Callable[..., Tensor]]]:
         """The dense functions, with their prefix in names of variants."""
@@ -221,83 +183,67 @@ class TimedLayer:
         if self.options.compiled is not None:
             yield "dense compiled", functools.partial(self.options.compiled, **self.form)
 
-    def by_strategy(
-        self,
-        variant: Variant,
-        by: Callable[[Any], Call],
-        figures: Callable[[str], dict[str, Any]],
-    ) -> Variant:
-        """Make the variant the call ``by(strategy)``; "auto" settles first. ``figures(strategy)``: its fields."""
-
-        def settle() -> dict[str, Any]:
-            name = variant.requested
-            if name == "auto":
-                call, name, eager = self._auto(by)
-                # outside of recordings "auto" may run another strategy, by its choice or to measure
-                fields: dict[str, Any] = {"call": call, "eager": by(name), "eager_strategy": eager}
-                if eager != name:
-                    fields["also"] = by(eager), figures(eager).get("verify", variant.verify)
-            else:
-                fields = {"call": by(name), "eager_strategy": name}
-            return {"strategy": name, **fields, **figures(name)}
-
-        variant.settle = settle
-        return variant
-
-    def _auto(self, by: Callable[[Any], Call]) -> tuple[Call, str, str]:
-        """The call after some that let "auto" settle, and its choices in recordings and in eager calls."""
-        site = twell.AutoStrategy()
-        call = by(site)
-        for i in range(SETTLING):
-            call(i)
-            self.device.wait()
-        # graphs are free of the host's time, which the choice of eager calls counts
-        self.device.record(call, 1)
-        chosen = {choice.graph: choice.strategy for choice in site.explain()}
-        # no choice: a device on which "auto" is always dense
-        eager = chosen.get("", "dense")
-        return call, chosen.get("captured", eager), eager
-
-
-class Inference:
-    """The forward pass."""
-
-    def __init__(self, layer: TimedLayer) -> None:
-        self.layer, self.problem = layer, layer.problem
-        self.flop = 3 * layer.product
-        self.dense_floor = layer.seconds(self.flop, 2 * layer.token_bytes + 3 * layer.weight_bytes)
-
     def variants(self) -> list[Variant]:
+        """Those of calls of all tokens."""
+        ffn = Forward(self, [self.problem], self.x, 1, self.copies)
+        return [*(ffn.variants("ffn") if "ffn" in self.options.ops else []), *Training(self).variants()]
+
+
+class Forward:
+    """The layer on ``m`` tokens per call: call ``i`` has the i-th of ``x`` and of ``weights``, in turn.
+
+    ``parts`` of ``x`` differ. figures: those of a strategy.
+    """
+
+    def __init__(
+        self, layer: TimedLayer, weights: Sequence[FFN], x: Sequence[Tensor], parts: int, calls: int, suffix: str = ""
+    ) -> None:
+        self.layer, self.weights, self.x, self.parts, self.calls, self.suffix = layer, weights, x, parts, calls, suffix
+        self.m = len(x[0])
+        self.product, self.token_bytes = 2.0 * self.m * layer.n * layer.k, ITEM * self.m * layer.k
+
+    def variants(self, name: str) -> list[Variant]:
         """The variants, dense PyTorch first."""
-        layer = self.layer
-        if "ffn" not in layer.options.ops:
-            return []
-        chosen = [self._dense(name, function) for name, function in layer.dense()]
-        return chosen + [self._sparse(requested) for requested in layer.options.strategies]
+        shared: dict[str, Any] = {"flop": 3 * self.product, "figures": self.figures}
+        found = []
+        for dense, function in self.layer.dense():
+            by = functools.partial(self.dense, function)
+            found.append(Variant(f"{dense}{self.suffix}", by, self.calls, "", self.verify, **shared))
+        for requested in self.layer.options.strategies:
+            one = Variant(name, self.sparse, self.calls, requested, self.verify, baseline=self.suffix, **shared)
+            found.append(one)
+        return found
 
-    def _dense(self, name: str, function: Callable[..., Tensor]) -> Variant:
-        """The whole layer in dense PyTorch; what torch.compile makes is checked, too."""
-        call: Call = lambda i: (function(self.problem._replace(x=self.layer.x[i])),)  # noqa: E731
-        verify = self.layer.verify_output if name == "dense compiled" else None
-        return Variant(name, call, self.flop, self.dense_floor, verify=verify, executed=self.flop)
+    def dense(self, function: Callable[[FFN], Tensor], strategy: object = "") -> Call:
+        x, weights = self.x, self.weights
+        return lambda i: (function(weights[i % len(weights)]._replace(x=x[i % len(x)])),)
 
-    def _sparse(self, requested: str) -> Variant:
-        """The whole layer by one strategy."""
-        layer = self.layer
+    def sparse(self, strategy: Any) -> Call:
+        x, modules = self.x, [self.layer.module(strategy, each) for each in self.weights]
+        return lambda i: (modules[i % len(modules)](x[i % len(x)]),)
 
-        def by(strategy: Any) -> Call:
-            module = layer.module(strategy)
-            return lambda i: (module(layer.x[i % layer.copies]),)
+    @functools.cached_property
+    def answer(self) -> tuple[Tensor, Errors, float]:
+        """y of all tokens in float64, the errors of dense PyTorch, and the number of roundings behind them."""
+        problem, form = self.weights[0]._replace(x=torch.cat([*self.x[: self.parts]])), self.layer.form
+        right = testing.float64_output(problem, **form)
+        dense = whole(self.dense(functools.partial(testing.dense_output, **form)), self.parts)
+        return right, testing.errors(dense, right), testing.count_roundings(problem, **form)
 
-        variant = Variant("ffn", lambda i: (), self.flop, verify=layer.verify_output)
-        variant.baseline, variant.requested = "", requested
-        return layer.by_strategy(variant, by, self._figures)
+    def verify(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
+        """Check y of all tokens against float64, and the bits of the last call with its copy of the operands."""
+        y, first = whole(call, self.parts), (self.calls - 1) % self.parts * self.m
+        found, red = verdict(compared(y, *self.answer))
+        if not red and strategy and not torch.equal(outputs[0], y[first : first + self.m]):
+            red = "other bits with a copy of the operands"
+        return found, red
 
-    def _figures(self, strategy: str) -> dict[str, float]:
+    def figures(self, strategy: str) -> dict[str, float]:
         """Operations and gathered bytes of a strategy, and its floor: gate_pack's and that of what follows it."""
         layer = self.layer
-        if strategy == "dense":
-            return {"executed": self.flop, "gathered": 0.0, "floor": self.dense_floor}
+        if strategy in ("", "dense"):
+            floor = layer.seconds(3 * self.product, 2 * layer.token_bytes + 3 * layer.weight_bytes)
+            return {"executed": 3 * self.product, "floor": floor}
         by_tiles = strategy in ("union", SCREENED)
         rows = layer.union_rows if by_tiles else layer.nonzeros
         gathered = 2.0 * rows * layer.k * ITEM
@@ -308,6 +254,140 @@ class Inference:
         floor = gate / 2 if strategy == SCREENED else gate
         floor += layer.seconds(executed if by_tiles else 0, moved, gathered)
         return {"executed": executed + layer.product, "gathered": gathered, "floor": floor}
+
+
+class Decode:
+    """The tokens around the middle of a workload, and copies of its weights, whose gates exceed the L2 cache."""
+
+    def __init__(self, layer: TimedLayer) -> None:
+        self.layer = layer
+        tokens = min(DECODED, layer.m)
+        middle = max(0, (min(RECORDED, layer.m) - tokens) // 2)
+        self.window = layer.problem.rows(middle, middle + tokens)
+        self.active = layer.fires(self.window.x)
+        # per token
+        self.nnz = float(self.active.sum()) / tokens
+        self.overflowing = float(layer.overflows[middle : middle + tokens].sum()) / tokens
+        # a sparse call reads only some rows of the other two weights: the gates alone must exceed the cache
+        copies = layer.device.copies_for(layer.weight_bytes)
+        self.calls = copies * math.ceil(CALLS / copies)
+        self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(copies - 1))]
+
+    def variants(self, m: int) -> list[Variant]:
+        """The variants with ``m`` tokens per call."""
+        parts = len(self.window.x) // m
+        return _Few(self, self.window.x[: parts * m].split(m), parts).variants("decode")
+
+
+class _Few(Forward):
+    """Calls of decode with one number of tokens."""
+
+    def __init__(self, decode: Decode, x: Sequence[Tensor], parts: int) -> None:
+        super().__init__(decode.layer, decode.weights, x, parts, decode.calls, " decode")
+        active = decode.active[: parts * self.m].view(parts, self.m, -1)
+        # per call: non-zeros, neurons that fire, and neurons on the lists of its tiles
+        self.nonzeros = float(active.sum()) / parts
+        self.fired = float(active.any(1).sum()) / parts
+        self.listed = float(tiles_of(active).any(1).sum()) / parts
+
+    def figures(self, strategy: str) -> dict[str, float]:
+        """Operations and bytes of a strategy, and its floor."""
+        layer, dense = self.layer, strategy in ("", "dense")
+        listed = self.listed * geometry.TOKEN_TILE
+        pairs = {"union": listed, SCREENED: listed}.get(strategy, self.nonzeros)
+        pairs, rows = (float(self.m * layer.n), layer.n) if dense else (pairs, self.fired)
+        gate: float = layer.weight_bytes
+        if strategy == SCREENED:
+            # read, and written and read in int8, and at least the rows that fire
+            gate = layer.weight_bytes * (1 + 2 / ITEM) + rows * layer.k * ITEM
+        moved = 2 * self.token_bytes + gate + 2 * rows * layer.k * ITEM
+        # memory traffic bounds the smallest batches
+        floor = layer.seconds(3 * self.product if dense else self.product, moved)
+        return {"executed": self.product + 2 * 2 * pairs * layer.k, "moved": moved, "floor": floor}
+
+
+class Training:
+    """Steps of a layer for one upstream gradient: forward and backward, with the gradients of x and of all weights."""
+
+    def __init__(self, layer: TimedLayer) -> None:
+        self.layer, self.problem = layer, layer.problem
+        self.steps = [(op, name) for op in TRAINING if op in layer.options.ops for name in self._strategies(op)]
+        if self.steps:
+            upstream = testing.real_upstream(layer.problem)
+            self.dy = [upstream, *(upstream.clone() for _ in range(layer.copies - 1))]
+
+    def variants(self) -> list[Variant]:
+        """Dense steps, then the sparse ones; "dense" is also compiled."""
+        if not self.steps:
+            return []
+        found = [self._variant(f"{name} train", self._through(function)) for name, function in self.layer.dense()]
+        for op, requested in self.steps:
+            found.append(self._variant(op, self._by, requested, self._check))
+            if requested == "dense" and self.layer.options.compiled is not None:
+                compiled = self._through(self.layer.compiled_sparse())
+                found.append(self._variant(f"{op} compiled", compiled, requested, self._check))
+        return found
+
+    def _strategies(self, op: str) -> list[str]:
+        """The distinct strategies of training; if the pattern does not fit, the sparse path is ``train_overflow``'s."""
+        if op == "train_overflow":
+            return [] if self.layer.fits else ["union"]
+        sparse = "union" if self.layer.fits else "dense"
+        names = [name for name in self.layer.options.strategies if name != INVARIANT]
+        return list(dict.fromkeys(sparse if name in ("row", "union") else name for name in names))
+
+    def _variant(self, name: str, forward: Callable[[Any], Pass], requested: str = "", check: Any = None) -> Variant:
+        copies = self.layer.copies
+
+        def by(strategy: Any) -> Call:
+            one = forward(strategy)
+
+            def step(i: int) -> tuple[Tensor, ...]:
+                leaves, y = one(i % copies)
+                return torch.autograd.grad(y, leaves, self.dy[i % copies])
+
+            return step
+
+        flop, baseline = 9 * self.layer.product, " train" if requested else None
+        return Variant(
+            name, by, copies, requested, check, flop=flop, figures=self._figures, baseline=baseline, forward=forward
+        )
+
+    def _figures(self, strategy: str) -> dict[str, float]:
+        layer = self.layer
+        # x twice, dy, y and dx; weights twice, and their gradients. Sparse arithmetic is the gate's product alone
+        moved = 5 * layer.token_bytes + 9 * layer.weight_bytes
+        return {"floor": layer.seconds(layer.product * (9 if strategy in ("", "dense") else 1), moved)}
+
+    def _through(self, function: Callable[[FFN], Tensor]) -> Callable[[Any], Pass]:
+        @torch.enable_grad()
+        def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            leaves = self.problem._replace(x=self.layer.x[i]).map(lambda t: t.detach().requires_grad_())
+            return tuple(leaves.present(gated=True).values()), function(leaves)
+
+        return lambda strategy: forward
+
+    def _by(self, strategy: Any) -> Pass:
+        module = self.layer.module(strategy)
+        parameters = tuple(module.parameters())
+
+        @torch.enable_grad()
+        def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            x = self.layer.x[i].detach().requires_grad_()
+            return (x, *parameters), module(x)
+
+        return forward
+
+    def _check(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
+        """Check all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
+        form, found = self.layer.form, dict[str, Comparison]()
+        clean = testing.off_kinks(self.problem, threshold=form["threshold"])
+        module = self.layer.module(strategy)
+        for dl1, suffix in ((0.0, ""), (L1, " with l1")):
+            gradients = gradients_of(module, clean.x, self.dy[0], dl1)
+            each = testing.compare_gradients(clean, self.dy[0], gradients, dl1, **form)
+            found |= {f"{name}{suffix}": comparison for name, comparison in each.items()}
+        return verdict(found)
 
 
 def tiles_of(active: Tensor) -> Tensor:

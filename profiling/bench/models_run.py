@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from profiling.bench.energy import EnergyMeter
-from profiling.bench.layers import SETTLING
 from profiling.bench.models_random import cast
 from profiling.bench.rows import ratio
+from profiling.bench.variants import SETTLING
 from twell import _sparsify, recipe, testing
 from twell._runtime import geometry
 from twell._runtime.log import logger

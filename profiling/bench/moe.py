@@ -7,8 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from profiling.bench import report
-from profiling.bench.protocol import Device, Gpu
+from profiling.bench import variants
 from profiling.bench.report import Column
+from profiling.bench.rows import ratio
+from profiling.bench.variants import Session, Variant, Verdict, verdict
 from twell import float8, testing
 from twell._activation import activation_of
 from twell.commands import timing
-from twell.commands.request import at_least, number_above, number_from, pick_device
+from twell.commands.request import at_least, number_from
+from twell.commands.timing import Call
 from twell.float8 import Float8
+from twell.testing import Comparison, Errors
 from twell.testing.experts import FIRING, Mixture, dense_experts, draw_experts, float64_experts, hidden_of
 
 NAME = "profiling.bench moe"
@@ -53,6 +55,7 @@ SHAPES = {
 SEQUENCES = (1, 8, 32, 64, 128, 256, 1024)
 # Calls of a recording, each with routes of its own.
 CALLS = 16
+GROUPED = "grouped products"
 
 
 @dataclasses.dataclass
@@ -104,9 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activation", choices=["relu", "relu2"], default="relu2", help="(relu2)")
     add("--weights", nargs="+", choices=("bfloat16", "e4m3"), default=["bfloat16"], help="(bfloat16)")
     add("--strategies", nargs="+", choices=("row", "dense", "auto"), default=["row", "dense", "auto"])
-    add("--seconds", type=number_above(0), default=1.0, metavar="S", help="of timing for each number of sequences (1)")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
-    add("--json", type=Path, metavar="FILE", help="write the rows to a file")
+    variants.add_arguments(parser, 1.0)
 
 
 class Layer:
@@ -173,83 +174,67 @@ class Layer:
 
         return run
 
-    def touched(self, problem: Mixture) -> int:
-        return len(problem.expert_ids.unique())
-
     def fired_bytes(self, problem: Mixture) -> float:
         """Bytes of the rows behind the gate of neurons that any token fires."""
         rows = sum(int(hidden_of(problem, e)[1].any(0).sum()) for e in problem.expert_ids.unique().tolist())
         return rows * 2.0 * self.shape.k * (self.products - 1)
 
+    def variants(self, problems: Sequence[Mixture], on_gpu: bool) -> Iterator[Variant]:
+        """Grouped products, then calls with weights of each dtype by each strategy."""
+        if on_gpu:
+            calls = [self.grouped(problem) for problem in problems]
+            yield Variant(GROUPED, lambda _: lambda i: (calls[i](),), len(problems))
+        for weights in self.arguments.weights:
+            e4m3 = weights == "e4m3"
+            right, dense = self.bar(problems[-1], weights)
+            given: list[Any] = [each._replace(**self.quantised) for each in problems] if e4m3 else [*problems]  # type: ignore[arg-type]
+            check = functools.partial(self.check, right, dense)
+            for strategy in self.arguments.strategies:
+                by = functools.partial(self.sparse, given, strategy)
+                yield Variant(f'{"e4m3 " * e4m3}"{strategy}"', by, len(problems), check=check)
+
+    def sparse(self, given: Sequence[Any], strategy: str, _: object) -> Call:
+        options: Any = {"activation": self.arguments.activation, "strategy": strategy}
+        return lambda i: (twell.sparse_experts(**given[i]._asdict(), **options),)
+
+    def check(self, right: Tensor, dense: Errors, _: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
+        """Check y of the last call."""
+        budgets = testing.BUDGET, testing.BUDGET * testing.allowance(len(right))
+        return verdict({"y": Comparison(testing.errors(outputs[0], right), dense, math.inf, *budgets)})
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
-    on = pick_device(arguments.device)
-    device = Gpu(on) if on.type == "cuda" else Device()
-    rows: list[Row] = []
-    ceilings, machine = device.ceilings(torch.bfloat16, 0.0)
-    for name in arguments.shapes:
-        for firing in arguments.firing:
-            for skew in arguments.skew:
-                layer = Layer(arguments, SHAPES[name], firing, skew, on)
-                for sequences in arguments.sequences:
-                    rows += measured(arguments, layer, name, firing, sequences, device, ceilings.memory)
-    report.print_table(COLUMNS, rows)
-    print(machine)
-    if arguments.json:
-        report.write_json(arguments.json, rows, machine=machine, arguments=arguments, copy_tbs=ceilings.memory / 1e12)
-    return 1 if any(row.red for row in rows) else 0
+    this = Session(NAME, arguments)
+
+    def work() -> None:
+        for name, firing, skew in itertools.product(arguments.shapes, arguments.firing, arguments.skew):
+            layer = Layer(arguments, SHAPES[name], firing, skew, this.device.torch_device)
+            for sequences in arguments.sequences:
+                this.add(measured(layer, name, firing, sequences, this))
+
+    return this.run(work, COLUMNS)
 
 
-def measured(
-    arguments: argparse.Namespace, layer: Layer, shape: str, firing: float, sequences: int, device: Any, rate: float
-) -> list[Row]:
+def measured(layer: Layer, shape: str, firing: float, sequences: int, this: Session) -> list[Row]:
     """The rows of one number of sequences."""
-    problems = layer.problems(sequences)
-    touched = sum(map(layer.touched, problems)) / len(problems)
+    problems, rate = layer.problems(sequences), this.ceilings.memory
+    touched = sum(len(problem.expert_ids.unique()) for problem in problems) / len(problems)
     once = touched * layer.weight_bytes
     floors = {"dense": once * layer.products, "row": once + sum(map(layer.fired_bytes, problems)) / len(problems)}
-    make = functools.partial(Row, shape, sequences, firing, layer.skew, touched)
-    found, recordings = [], {}
-    if device.torch_device.type == "cuda":
-        calls = [layer.grouped(problem) for problem in problems]
-        recordings["grouped"] = device.record(lambda i: (calls[i](),), len(problems))
-    rows: dict[str, Row] = {"grouped": make("grouped products")}
-    for weights, strategy in itertools.product(arguments.weights, arguments.strategies):
-        e4m3 = weights == "e4m3"
-        if strategy == arguments.strategies[0]:
-            right, dense = layer.bar(problems[-1], weights)
-        given: list[Any] = [problem._replace(**layer.quantised) for problem in problems] if e4m3 else problems  # type: ignore[arg-type]
-        key = f'{"e4m3 " * e4m3}"{strategy}"'
-        row = rows[key] = make(key)
-        options: Any = {"activation": arguments.activation, "strategy": strategy}
-        try:
-            recording = device.record(
-                lambda i: (twell.sparse_experts(**given[i]._asdict(), **options),),  # noqa: B023
-                len(problems),
-            )
-            recording.spoil()
-            recording.replay()
-            recording.wait()
-            ours = testing.errors(recording.outputs[0], right)
-            row.error = ours.frobenius / dense.frobenius if dense.frobenius else 0.0
-            if not ours.within(dense, 1.1, 1.1 * testing.allowance(sequences)):
-                row.red = f"error {ours}, dense {dense}"
-                continue
-            recordings[key] = recording
-        except timing.FAILURES as error:
-            row.red = timing.reason(error)
+    chosen = list(layer.variants(problems, this.device.torch_device.type == "cuda"))
+    rows = {each.key: Row(shape, sequences, firing, layer.skew, touched, each.name) for each in chosen}
+
+    def note(row: Row, variant: Variant, settled: object, errors: dict[str, Comparison]) -> None:
+        if errors:
+            row.error = ratio(errors["y"].ours.frobenius, errors["y"].dense.frobenius)
+
+    found = variants.ready(chosen, rows, this.device, note)
     with torch.inference_mode():
-        times = timing.measure(recordings, arguments.seconds)
+        times = timing.measure({key: each.recording for key, each in found.items()}, layer.arguments.seconds)
+    variants.fill(rows, times, GROUPED, "us", "over_grouped", 1e3)
     for name, row in rows.items():
-        if name in times:
-            row.us = timing.spread(times[name]).median * 1e3
-    for name, row in rows.items():
-        if name not in recordings and not row.red:
-            continue
-        bytes_read = floors["dense" if "dense" in name or name == "grouped" else "row"]
+        bytes_read = floors["dense" if "dense" in name or name == GROUPED else "row"]
         row.floor_us = bytes_read / (2 if "e4m3" in name else 1) / rate * 1e6
         row.over_copy = floors["dense"] / rate * 1e6 / row.us
-        row.over_grouped = rows["grouped"].us / row.us
-        found.append(row)
-    return found
+    return list(rows.values())

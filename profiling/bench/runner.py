@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from profiling.bench.decode import Decode
-from profiling.bench.layers import Inference, TimedLayer, Variant
+from profiling.bench.layers import Decode, TimedLayer, Variant
 from profiling.bench.protocol import Ceilings, Device
 from profiling.bench.report import Progress
 from profiling.bench.rows import LayerRow, note_dense, note_eager, note_errors, note_times
-from profiling.bench.training import Training
+from profiling.bench.variants import Settled, ready
 from profiling.bench.workloads import Source
 from twell._runtime.log import logger
 from twell.commands.timing import FAILURES, Recording, measure, reason, spread
+from twell.testing import Comparison
 
 if TYPE_CHECKING:
     from profiling.bench.energy import EnergyMeter
@@ -73,8 +73,7 @@ class Runner:
         layer = TimedLayer(problem, self._options, self._device, self._ceilings)
         # a recorded layer has sizes of its own
         row = replace(row, tokens=layer.m, m=layer.m, k=layer.k, n=layer.n)
-        variants = [*Inference(layer).variants(), *Training(layer).variants()]
-        if variants:
+        if variants := layer.variants():
             nnz, overflowing = layer.nonzeros / layer.m, float(layer.overflowing)
             base = replace(row, nnz=nnz, overflowing_tiles=overflowing)
             yield self._timed(layer, variants, base, self._options.eager)
@@ -92,26 +91,19 @@ class Runner:
 
         ``base`` has what all rows share.
         """
-        rows: dict[str, LayerRow] = {}
-        recordings: dict[str, Recording] = {}
-        for variant in variants:
-            made = rows[variant.key] = replace(base, variant=variant.name, requested=variant.requested)
-            try:
-                variant.settled()
-                made.strategy, made.eager_strategy = variant.strategy, variant.eager_strategy
-                recording = self._checked(layer, variant, made)
-            except FAILURES as error:
-                made.red = reason(error)
-                continue
-            if recording is not None:
-                recordings[variant.key] = recording
+        rows = {each.key: replace(base, variant=each.name, requested=each.requested) for each in variants}
+        found = ready(variants, rows, self._device, self._note)
+        recordings = {key: each.recording for key, each in found.items()}
         try:
             times = measure(recordings, self._options.seconds)
-            for variant in variants:
-                if variant.key in times:
-                    self._fill(rows[variant.key], variant, layer, times)
-            if eager:
-                self._eager([variant for variant in variants if variant.key in times], layer, rows)
+            for key, each in found.items():
+                self._fill(rows[key], each.variant, each.settled, times)
+            for way in ("queued", "waited") if eager else ():
+                # as many calls in a row as graphs have: after more of them the power limit lowers the next one's clock
+                calls = {key: self._device.eager(way, each.settled.call, layer.copies) for key, each in found.items()}
+                times = measure(calls, self._options.seconds / 2)
+                for key, each in found.items():
+                    note_eager(rows[key], way, spread(times[key]).median, [*_dense(each.variant, times).values()])
         except FAILURES as error:
             # the culprit is unknown: none has a time
             for variant in variants:
@@ -123,62 +115,30 @@ class Runner:
             self._energies(self._meter, variants, recordings, rows)
         return list(rows.values())
 
-    def _checked(self, layer: TimedLayer, variant: Variant, row: LayerRow) -> Recording | None:
-        """A recording of the variant; None, with the reason in the row, if its result is wrong."""
-        copies = variant.copies or layer.copies
-        outputs: tuple[torch.Tensor, ...] = ()
-        if variant.verify is not None:
-            self._device.poison()
-            outputs = variant.now(copies - 1)
-            compared, row.red = variant.verify(outputs)
-            note_errors(row, compared)
-            if not row.red and variant.also is not None:
-                call, check = variant.also
-                _, row.red = check(call(copies - 1))
-            if row.red:
-                return None
-        elif variant.name == "dense eager":
-            # the unit of the other errors
-            dense = layer.answer[1]
-            row.dense_frobenius, row.dense_worst_row = dense.frobenius, dense.worst_row
-        if variant.forward is not None:
-            row.kept_bytes = self._device.kept(variant.forward)
-        if variant.forward is not None or self._options.memory:
-            row.peak_bytes = self._device.peak(variant.now)
-        recording = self._device.record(variant.call, copies, variant.eager)
-        if variant.verify is not None and not _same(outputs, recording):
-            row.red = "a replayed recording gives other bits"
-            return None
-        return recording
+    def _note(self, row: LayerRow, variant: Variant, settled: Settled, errors: dict[str, Comparison]) -> None:
+        """Put strategies, errors and memory into the row."""
+        row.strategy, row.eager_strategy = settled.strategy, settled.eager
+        if errors:
+            note_errors(row, errors)
+        if variant.forward is not None and not row.red:
+            forward = variant.forward(settled.strategy)
+            row.kept_bytes = self._device.kept(lambda i: forward(i)[1])
+        if (variant.forward is not None or self._options.memory) and not row.red:
+            row.peak_bytes = self._device.peak(settled.now)
 
-    def _fill(self, row: LayerRow, variant: Variant, layer: TimedLayer, times: Mapping[str, list[float]]) -> None:
+    def _fill(self, row: LayerRow, variant: Variant, settled: Settled, times: Mapping[str, list[float]]) -> None:
         """Put times and rates into a row."""
+        figures = variant.figures(settled.strategy)
         # a CPU's ceilings are measured on sizes that its caches hold
-        floor = variant.floor if self._device.torch_device.type == "cuda" else None
+        floor = figures["floor"] if self._device.torch_device.type == "cuda" else None
         ms = note_times(row, times[variant.key], variant.flop, floor)
-        if ms:
-            row.executed_tflops = None if variant.executed is None else variant.executed / ms / 1e9
-            row.l2_gather_gbs = variant.gathered / ms / 1e6 if variant.gathered else None
-            row.memory_gbs = None if variant.moved is None else variant.moved / ms / 1e6
-        if variant.baseline is not None:
-            names = {kind: f"dense {kind}{variant.baseline}" for kind in KINDS}
-            note_dense(row, {name: spread(times[key]).median for name, key in names.items() if key in times})
-        ours = variant.verify is not None and not variant.name.startswith("dense") and variant.strategy != "dense"
-        if self._options.kernels and ours:
-            row.kernels = self._device.kernel_times(variant.now, min(variant.copies or layer.copies, KERNEL_COPIES))
-
-    def _eager(self, variants: Sequence[Variant], layer: TimedLayer, rows: Mapping[str, LayerRow]) -> None:
-        """Put the times of eager calls into the rows, in one way after the other by all variants in turn."""
-        copies = layer.copies
-        for way in ("queued", "waited"):
-            # as many calls in a row as graphs have: after more of them the power limit lowers the next one's clock
-            recordings = {variant.key: self._device.eager(way, variant.call, copies) for variant in variants}
-            times = measure(recordings, self._options.seconds / 2)
-            medians = {key: spread(samples).median for key, samples in times.items()}
-            for variant in variants:
-                names = [] if variant.baseline is None else [f"dense {k}{variant.baseline}" for k in KINDS]
-                dense = [medians[name] for name in names if name in medians]
-                note_eager(rows[variant.key], way, medians[variant.key], dense)
+        rates = (("executed_tflops", "executed", 1e9), ("l2_gather_gbs", "gathered", 1e6), ("memory_gbs", "moved", 1e6))
+        for name, figure, unit in rates:
+            if ms and figure in figures:
+                setattr(row, name, figures[figure] / ms / unit)
+        note_dense(row, _dense(variant, times))
+        if self._options.kernels and variant.requested and settled.strategy != "dense":
+            row.kernels = self._device.kernel_times(settled.now, min(variant.copies, KERNEL_COPIES))
 
     def _energies(
         self,
@@ -209,9 +169,7 @@ class Runner:
                 row.energy_dense = dense.energy_mj / row.energy_mj
 
 
-def _same(outputs: tuple[torch.Tensor, ...], recording: Recording) -> bool:
-    """Whether a replay gives the same bits as the call on the last copy."""
-    recording.spoil()
-    recording.replay()
-    recording.wait()
-    return all(torch.equal(first, again) for first, again in zip(outputs, recording.outputs, strict=True))
+def _dense(variant: Variant, times: Mapping[str, list[float]]) -> dict[str, float]:
+    """Milliseconds of a variant's dense baselines."""
+    names = {} if variant.baseline is None else {kind: f"dense {kind}{variant.baseline}" for kind in KINDS}
+    return {kind: spread(times[key]).median for kind, key in names.items() if key in times}

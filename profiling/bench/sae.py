@@ -5,24 +5,26 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import twell
-from profiling.bench import report
+from profiling.bench import variants
 from profiling.bench.cli import COMPILE
-from profiling.bench.layers import SCREENED, SETTLING
-from profiling.bench.protocol import Device, Gpu
-from profiling.bench.report import Column, Progress
-from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Answer, Autoencoder, dense, draw
+from profiling.bench.layers import SCREENED
+from profiling.bench.report import Column
+from profiling.bench.rows import ratio
+from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Answer, Autoencoder, dense, draw, sparse
+from profiling.bench.variants import Session, Settled, Variant
 from twell.commands import timing
-from twell.commands.request import at_least, number_above, pick_device
+from twell.commands.request import at_least, number_above
+from twell.commands.timing import Call
 from twell.strategy.plan import route_of
+from twell.testing import Comparison
 
 NAME = "profiling.bench sae"
 DESCRIPTION = """\
@@ -93,131 +95,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ops", nargs="+", choices=OPS, default=list(OPS))
     add("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     add("--compile", choices=COMPILE, help="torch.compile's mode for dense (default; none on a CPU)")
-    add(
-        "--seconds",
-        type=number_above(0),
-        default=2.0,
-        metavar="S",
-        help="of timing for each operation (2)",
-    )
     add("--no-eager", action="store_true", help="graphs alone, without eager calls")
-    add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
-    add("--json", "--out", dest="json", type=Path, metavar="FILE", help="write the rows to a file")
+    variants.add_arguments(parser, 2.0)
 
 
 class Measured:
     """The variants of one operation on one autoencoder: checked, then timed in turn."""
 
-    def __init__(self, o: Autoencoder, answer: Answer, op: str, device: Device, arguments: argparse.Namespace) -> None:
-        self.o, self.answer, self.op, self.device, self.arguments = o, answer, op, device, arguments
-        self.copies = device.copies_for(o.x.numel() * o.x.element_size())
+    def __init__(self, o: Autoencoder, answer: Answer, op: str, this: Session) -> None:
+        self.o, self.answer, self.op, self.device, self.arguments = o, answer, op, this.device, this.arguments
+        self.copies = self.device.copies_for(o.x.numel() * o.x.element_size())
         self.x, self.dy = ([t, *(t.clone() for _ in range(self.copies - 1))] for t in (o.x, o.dy))
 
-    def call(self, layer: Callable[[Tensor], Tensor]) -> timing.Call:
-        """The operation on the i-th copy: y, and in training the gradients."""
+    def by(self, layer: Callable[..., Tensor]) -> Callable[[Any], Call]:
+        """The operation on the i-th copy by a strategy: y, and in training the gradients."""
         parameters = [getattr(self.o, name) for name in PARAMETERS]
 
-        def forward(i: int) -> tuple[Tensor, ...]:
-            with torch.no_grad():
-                return (layer(self.x[i % self.copies]),)
+        def call(strategy: Any) -> Call:
+            asked = {"strategy": route_of(strategy) if strategy == SCREENED else strategy} if strategy else {}
 
-        def step(i: int) -> tuple[Tensor, ...]:
-            y = layer(self.x[i % self.copies])
-            return y.detach(), *torch.autograd.grad(y, parameters, self.dy[i % self.copies])
+            def forward(i: int) -> tuple[Tensor, ...]:
+                return (layer(self.x[i % self.copies], o=self.o, **asked),)
 
-        return forward if self.op == "forward" else step
+            @torch.enable_grad()
+            def step(i: int) -> tuple[Tensor, ...]:
+                (y,) = forward(i)
+                return y.detach(), *torch.autograd.grad(y, parameters, self.dy[i % self.copies])
 
-    def variants(self) -> dict[str, tuple[timing.Call, twell.AutoStrategy | None]]:
-        """Calls by name, with the site of "auto"."""
-        o, mode = self.o, self.arguments.compile
-        found: Any = {"dense eager": (self.call(functools.partial(dense, o=o)), None)}
+            return forward if self.op == "forward" else step
+
+        return call
+
+    def variants(self) -> Iterator[Variant]:
+        """Dense PyTorch, then the strategies."""
+        plain, mode = self.o.thresholds is not None, self.arguments.compile
+        # torch.topk keeps whichever of equal values it likes
+        check = self.answer.check if plain else None
+        yield Variant("dense eager", self.by(dense), self.copies, "", check)
         if mode != "none":
             options: Any = {"fullgraph": True, "dynamic": False, "mode": None if mode == "default" else mode}
-            compiled = torch.compile(dense, **options)
-            found["dense compiled"] = self.call(functools.partial(compiled, o=o)), None
+            yield Variant("dense compiled", self.by(torch.compile(dense, **options)), self.copies, "", check)
         # in training they are the same; TopK chooses among whole gates, without the screen
         asked = ["union" if name == "row" and self.op == "training" else name for name in self.arguments.strategies]
-        for name in dict.fromkeys(name for name in asked if name != SCREENED or o.thresholds is not None):
-            site = twell.AutoStrategy() if name == "auto" else None
-            how: Any = site or (route_of(name) if name == SCREENED else name)
-            found[f'"{name}"'] = self.call(functools.partial(o.sparse, strategy=how)), site
-        return found
+        for name in dict.fromkeys(name for name in asked if name != SCREENED or plain):
+            yield Variant(f'"{name}"', self.by(sparse), self.copies, name, self.answer.check)
+
+    def note(self, row: Row, variant: Variant, settled: Settled, errors: dict[str, Comparison]) -> None:
+        if errors:
+            row.error = max(ratio(c.ours.frobenius, c.dense.frobenius) for c in errors.values())
+        if variant.requested == "auto":
+            row.strategy, row.eager_strategy = settled.strategy, settled.eager
+        peak = self.device.peak(settled.now) if self.op == "training" and not row.red else None
+        if peak is not None:
+            row.peak_bytes = peak + sum(t.numel() * t.element_size() for t in self.o if isinstance(t, Tensor))
 
     def rows(self, make: Callable[[str], Row]) -> list[Row]:
-        rows, recordings, calls = {}, {}, {}
-        for name, (call, site) in self.variants().items():
-            row = rows[name] = make(name)
-            try:
-                recordings[name], calls[name] = self.checked(row, call, site), call
-            except Exception as error:
-                # those of torch.compile are of many kinds
-                row.red = timing.reason(error)
-        seconds = self.arguments.seconds
-        self.fill(rows, timing.measure(recordings, seconds), "ms", "over_dense")
+        chosen, seconds = list(self.variants()), self.arguments.seconds
+        rows = {variant.key: make(variant.name) for variant in chosen}
+        found = variants.ready(chosen, rows, self.device, self.note)
+        times = timing.measure({key: each.recording for key, each in found.items()}, seconds)
+        variants.fill(rows, times, "dense", "ms", "over_dense")
         if not self.arguments.no_eager:
-            eager = {name: self.device.eager("queued", calls[name], self.copies) for name in recordings}
+            eager = {key: self.device.eager("queued", each.settled.call, self.copies) for key, each in found.items()}
             times = timing.measure(eager, seconds / 2, QUEUED_ROUNDS)
-            self.fill(rows, times, "queued_ms", "queued_over_dense")
+            variants.fill(rows, times, "dense", "queued_ms", "queued_over_dense")
         return list(rows.values())
-
-    def fill(self, rows: dict[str, Row], times: dict[str, list[float]], field: str, ratio: str) -> None:
-        """Put medians into a field of the rows, and the ratios to the faster dense variant into another."""
-        medians = {name: timing.spread(samples).median for name, samples in times.items()}
-        fastest = min((ms for name, ms in medians.items() if name.startswith("dense")), default=math.nan)
-        for name, ms in medians.items():
-            setattr(rows[name], field, ms)
-            setattr(rows[name], ratio, fastest / ms)
-
-    def checked(self, row: Row, call: timing.Call, site: twell.AutoStrategy | None) -> timing.Recording:
-        """A recording of a variant that gives right results; its peak and the choice of "auto" go into the row."""
-        for i in range(SETTLING if site is not None else 0):
-            call(i)
-            self.device.wait()
-        peak = self.device.peak(call) if self.op == "training" else None
-        if peak is not None:
-            operands = [t for t in self.o if isinstance(t, Tensor)]
-            row.peak_bytes = peak + sum(t.numel() * t.element_size() for t in operands)
-        recording = self.device.record(call, self.copies)
-        if site is not None:
-            chosen = {choice.graph: choice.strategy for choice in site.explain()}
-            row.eager_strategy = chosen.get("", "dense")
-            row.strategy = chosen.get("captured", row.eager_strategy)
-        # torch.topk keeps whichever of equal values it likes
-        if self.o.thresholds is not None or not row.variant.startswith("dense"):
-            recording.spoil()
-            recording.replay()
-            recording.wait()
-            row.error = self.answer.check(*recording.outputs)
-        return recording
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
-    on = pick_device(arguments.device)
-    device: Device = Gpu(on) if on.type == "cuda" else Device()
-    arguments.compile = arguments.compile or ("default" if on.type == "cuda" else "none")
-    report.require_writable(arguments.json)
+    this = Session(NAME, arguments)
+    arguments.compile = arguments.compile or ("default" if this.device.torch_device.type == "cuda" else "none")
     torch._dynamo.config.recompile_limit = 256
-    ceilings, machine = device.ceilings(torch.bfloat16, 0.0)
-    facts = {"machine": machine, "arguments": arguments, "tflops": ceilings.flops / 1e12}
-    this, progress = report.Run(NAME, arguments.json, lambda: facts), Progress(NAME)
-
     sizes = {"m": arguments.tokens, "k": arguments.hidden, "nonzeros": arguments.nonzeros, "top_k": arguments.top_k}
 
     def work() -> None:
-        for n in arguments.neurons:
-            for pattern in arguments.patterns:
-                if pattern == "topk" and n > MOST_TOPK:
-                    continue
-                progress.step(f"{pattern}, N = {n}")
-                o = draw(pattern, n, on, **sizes)
-                answer = Answer(o)
-                for op in arguments.ops:
-                    progress.step(f"{pattern}, N = {n}, {op}")
-                    make = lambda name: Row(pattern, op, n, answer.nonzeros, name)  # noqa: B023, E731
-                    this.add(Measured(o, answer, op, device, arguments).rows(make))
+        for n, pattern in itertools.product(arguments.neurons, arguments.patterns):
+            if pattern == "topk" and n > MOST_TOPK:
+                continue
+            this.progress.step(f"{pattern}, N = {n}")
+            o = draw(pattern, n, this.device.torch_device, **sizes)
+            answer = Answer(o)
+            for op in arguments.ops:
+                this.progress.step(f"{pattern}, N = {n}, {op}")
+                this.add(Measured(o, answer, op, this).rows(functools.partial(Row, pattern, op, n, answer.nonzeros)))
 
-    this.measure(work)
-    report.print_table(COLUMNS, this.rows)
-    print(machine)
-    return this.status()
+    return this.run(work, COLUMNS)

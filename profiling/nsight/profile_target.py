@@ -23,7 +23,7 @@ from torch import Tensor
 
 import twell
 from profiling.bench import workloads
-from profiling.bench.layers import SETTLING
+from profiling.bench.variants import SETTLING
 from twell import ops, testing
 from twell._runtime import geometry, nvtx
 from twell.commands.request import RequestError, at_least

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from profiling.bench import cli, main, report
-from profiling.bench.decode import Decode
 from profiling.bench.energy import Energy
-from profiling.bench.layers import OPS, Options, TimedLayer
+from profiling.bench.layers import OPS, Decode, Options, TimedLayer
 from profiling.bench.protocol import Ceilings, Device
 from profiling.bench.report import Progress
 from profiling.bench.rows import LayerRow
@@ -41,7 +40,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(testing.WORKLOADS, name)
     monkeypatch.setattr(timing, "WARM_ROUNDS", 1)
     monkeypatch.setattr(timing, "LEAST_ROUNDS", 2)
-    monkeypatch.setattr("profiling.bench.decode.CALLS", 2)
+    monkeypatch.setattr("profiling.bench.layers.CALLS", 2)
 
 
 class Result(NamedTuple):
@@ -217,7 +216,7 @@ def test_a_replay_with_other_bits_is_red(bench: Callable[..., Result], monkeypat
     def drifting(layer: SparseFFN, x: Tensor) -> Any:
         calls.append(1)
         y = right(layer, x)
-        y[0, 0] = torch.nextafter(y[0, 0], torch.tensor(9.0).to(y)) if len(calls) > 1 else y[0, 0]
+        y[0, 0] = torch.nextafter(y[0, 0], torch.tensor(9.0).to(y)) if len(calls) > 2 else y[0, 0]
         return y
 
     monkeypatch.setattr(SparseFFN, "forward", drifting)
@@ -395,7 +394,7 @@ def test_energy_is_of_a_token_beside_dense(monkeypatch: pytest.MonkeyPatch, capl
 @pytest.mark.parametrize("cache", [0, 1_000_000])
 def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cache: int) -> None:
     """A sparse call reads the gate's weight and a few rows of the others."""
-    monkeypatch.setattr("profiling.bench.decode.CALLS", 32)
+    monkeypatch.setattr("profiling.bench.layers.CALLS", 32)
 
     class Cached(Device):
         def copies_for(self, bytes_each: int) -> int:

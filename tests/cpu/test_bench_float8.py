@@ -62,7 +62,7 @@ def test_a_wrong_result_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert bench.main(["float8", *sizes, "--device", "cpu", "--json", str(out)]) == 1
     rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
     assert rows['"row"']["us"] is None
-    assert rows['"row"']["red"].startswith("error 2")
+    assert rows['"row"']["red"].startswith("y: error 2")
     assert rows['bfloat16 "row"']["red"].startswith("ZeroDivisionError")
     assert rows["bfloat16 dense"]["us"] > 0
 
