@@ -14,7 +14,7 @@ from profiling.bench.variants import Verdict, verdict
 from twell import testing
 from twell._runtime import geometry
 from twell.testing.comparison import compare_errors, gradient_errors
-from twell.testing.operands import ACCUMULATION
+from twell.testing.operands import halfway, largest, sums, undecided
 
 PATTERNS = ("even", "skewed", "topk")
 PARAMETERS = ("w_enc", "b_enc", "w_dec", "b_dec")
@@ -37,13 +37,6 @@ class Autoencoder(NamedTuple):
     b_dec: Tensor
     thresholds: Tensor | None
     k: int
-
-    def fires(self, gate: Tensor) -> Tensor:
-        """Which pre-activations [..., N], rounded to bfloat16, are kept; of equal ones the first."""
-        if self.thresholds is not None:
-            return gate > self.thresholds
-        rank = gate.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        return (rank < self.k) & (gate > 0)
 
 
 def sparse(x: Tensor, o: Autoencoder, strategy: Any) -> Tensor:
@@ -159,19 +152,8 @@ def _require_most(sure: Tensor, what: str) -> None:
 
 def _decided(o: Autoencoder, wide: Autoencoder, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """float64 pre-activations [M, N], which are kept after rounding, and where the sum of fp32 decides that."""
-    pre = F.linear(x, wide.w_enc, wide.b_enc)
+    pre, reach = sums(x, wide.w_enc, wide.b_enc)
     gate = pre.bfloat16()
-    room = ACCUMULATION * x.norm(dim=1)[:, None] * wide.w_enc.norm(dim=1)
     if o.thresholds is not None:
-        return pre, o.fires(gate), (pre - _halfway(o.thresholds, 1)).abs() < room
-    level = gate.relu().topk(min(o.k, gate.shape[1])).values[:, -1:]
-    near = ((pre - _halfway(level, 1)).abs() < room) | ((pre - _halfway(level, -1)).abs() < room)
-    # it may also keep, or drop, others of the least that is kept and of the numbers beside it
-    steps = gate.view(torch.int16).int() - level.contiguous().view(torch.int16)
-    return pre, o.fires(gate), near | (near.any(1, keepdim=True) & (steps.abs() <= 1))
-
-
-def _halfway(level: Tensor, step: int) -> Tensor:
-    """Halfway from a number of at least 0 to the next one above or below it."""
-    other = (level.contiguous().view(torch.int16) + step).clamp(min=0).view(torch.bfloat16)
-    return (level.double() + other.double()) / 2
+        return pre, gate > o.thresholds, (pre - halfway(o.thresholds, 1)).abs() < reach
+    return pre, largest(gate, o.k), undecided(pre, reach, o.k, torch.bfloat16)

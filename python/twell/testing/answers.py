@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from twell._activation import ActivationName, activation_of
 from twell._execution import Aux
 from twell._runtime import geometry
 from twell.strategy.plan import route_of
+from twell.testing.bounds import rare
 from twell.testing.operands import sums
 from twell.testing.workloads import FFN
 
@@ -35,23 +36,39 @@ def _rounded(threshold: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(threshold, dtype=dtype, device="cpu"))
 
 
-class _Hidden(NamedTuple):
-    """The hidden state of a float64 gate and up projection, which is 1 without one, and its derivatives by both."""
+def _hidden(gate: Tensor, up: Tensor | None, activation: ActivationName, threshold: float) -> Tensor:
+    """The hidden state of a gate before the activation and an up projection, in their dtype."""
+    activation_of(activation, threshold, up is not None)
+    hidden = F.threshold(gate, threshold, 0.0) if threshold else F.relu(gate)
+    if activation == "relu2":
+        hidden = hidden.square()
+    if up is None:
+        return hidden
+    return hidden * (F.relu(up) if activation == "drelu" else up)
 
-    value: Tensor
-    by_gate: Tensor
-    by_up: Tensor
 
-    @classmethod
-    def of(cls, gate: Tensor, up: Tensor | None, activation: ActivationName) -> _Hidden:
-        activation_of(activation, gated=up is not None)
-        up = torch.ones_like(gate) if up is None else up
-        fires = torch.ones_like(up)
-        if activation == "drelu":
-            fires = (up > 0).double()
-            up = up * fires
-        factor, slope = (gate**2, 2 * gate) if activation == "relu2" else (gate, torch.ones_like(gate))
-        return cls(factor * up, slope * up, factor * fires)
+def _projections(problem: FFN, gated: bool) -> tuple[Tensor, Tensor | None]:
+    """The gate before the activation, and the up projection."""
+    gate = F.linear(problem.x, problem.w_gate, problem.b_gate)
+    return gate, F.linear(problem.x, problem.w_up, problem.b_up) if gated else None
+
+
+def _layer_hidden(
+    problem: FFN, gated: bool = True, activation: ActivationName = "relu", threshold: float = 0.0
+) -> Tensor:
+    """The hidden state [M, N] in the dtype of the problem."""
+    return _hidden(*_projections(problem, gated), activation, threshold)
+
+
+def _wide(problem: FFN, threshold: float = 0.0) -> Iterator[tuple[slice, FFN, float]]:
+    """The problem in float64 by chunks of tokens, with their place and the threshold as the layer has it."""
+    weights = problem.rows(0, 0).map(Tensor.double)
+    for start, stop in chunks(len(problem.x)):
+        yield (
+            slice(start, stop),
+            weights._replace(x=problem.x[start:stop].double()),
+            _rounded(threshold, problem.x.dtype),
+        )
 
 
 def chunks(m: int) -> Iterator[tuple[int, int]]:
@@ -68,10 +85,8 @@ def count_roundings(
     It is the number of non-zeros if all have one size, less if a few are large, and 0 if there are none.
     """
     energy = fourth = 0.0
-    for start, stop in chunks(problem.x.shape[0]):
-        part = problem.rows(start, stop)
-        up = F.linear(part.x.double(), part.w_up.double(), double(part.b_up)) if gated else None
-        squares = _Hidden.of(float64_gate(part, threshold), up, activation).value.square()
+    for _, part, level in _wide(problem, threshold):
+        squares = _layer_hidden(part, gated, activation, level).square()
         energy += float(squares.sum())
         fourth += float(squares.square_().sum())
     return energy**2 / fourth if fourth else 0.0
@@ -91,15 +106,12 @@ def float64_output(
     If ``rounded``, the hidden state is rounded to the storage type. Computed in chunks of rows on the problem's own
     device.
     """
-    weights = problem.rows(0, 0).map(Tensor.double)
     out = torch.empty_like(problem.x, dtype=torch.float64)
-    for start, stop in chunks(problem.x.shape[0]):
-        part = problem.rows(start, stop)
-        up = F.linear(part.x.double(), weights.w_up, weights.b_up) if gated else None
-        hidden = _Hidden.of(float64_gate(part, threshold), up, activation).value
+    for rows, part, level in _wide(problem, threshold):
+        hidden = _layer_hidden(part, gated, activation, level)
         if rounded:
             hidden = hidden.float().to(problem.x.dtype).double()
-        out[start:stop] = F.linear(hidden, weights.w_down.T, weights.b_down)
+        out[rows] = F.linear(hidden, part.w_down.T, part.b_down)
     return out
 
 
@@ -107,20 +119,7 @@ def dense_output(
     problem: FFN, *, gated: bool = True, activation: ActivationName = "relu", threshold: float = 0.0
 ) -> Tensor:
     """The same layer in plain PyTorch in the storage type, [M, K]: the baseline of every error and time."""
-    hidden = _dense_hidden(problem, gated, activation, threshold)
-    return F.linear(hidden, problem.w_down.T, problem.b_down)
-
-
-def _dense_hidden(problem: FFN, gated: bool, activation: ActivationName, threshold: float) -> Tensor:
-    activation_of(activation, threshold, gated)
-    gate = F.linear(problem.x, problem.w_gate, problem.b_gate)
-    hidden = F.threshold(gate, threshold, 0.0) if threshold else F.relu(gate)
-    if activation == "relu2":
-        hidden = hidden.square()
-    if not gated:
-        return hidden
-    up = F.linear(problem.x, problem.w_up, problem.b_up)
-    return hidden * (F.relu(up) if activation == "drelu" else up)
+    return F.linear(_layer_hidden(problem, gated, activation, threshold), problem.w_down.T, problem.b_down)
 
 
 def sparse_output(problem: FFN, *, gated: bool = True, **options: Any) -> Tensor:
@@ -171,21 +170,6 @@ def off_kinks(problem: FFN, *, gated: bool = True, threshold: float = 0.0) -> FF
     return problem._replace(x=tokens)
 
 
-def _rare_neurons(active: Tensor) -> Tensor | None:
-    """Mask [N] of rare neurons: by popularity, 64 with few non-zeros together; None if the non-zeros do not fit."""
-    m, n = active.shape
-    counts = active.sum(0)
-    if int(counts.sum()) > geometry.hybrid_capacity(m, n):
-        return None
-    on_cpu = counts.tolist()
-    order = sorted(range(n), key=lambda neuron: (-on_cpu[neuron], neuron))
-    rare = torch.zeros(n, dtype=torch.bool, device=active.device)
-    for first in range(0, n, geometry.NEURON_TILE):
-        tile = order[first : first + geometry.NEURON_TILE]
-        rare[tile] = bool(counts[tile].sum() <= geometry.RARE_ENTRIES)
-    return rare
-
-
 @torch.no_grad()
 def gradients_by_terms(
     problem: FFN,
@@ -202,33 +186,30 @@ def gradients_by_terms(
     With ``dtype``, h, d_gate and d_up are rounded to it, except for the weights and biases of rare neurons, as
     ``twell.ops.hybrid_backward`` rounds them.
     """
-    fires = [float64_gate(problem.rows(*rows), threshold) != 0 for rows in chunks(len(dy))]
-    active = torch.cat(fires or [dy.new_zeros(0)])
-    rare = _rare_neurons(active) if dtype is not None and len(dy) else None
-    w = problem.rows(0, 0).map(Tensor.double)
+    again: Tensor | None = None
+    if dtype is not None and len(dy):
+        active = float64_gate(problem, threshold) != 0
+        again = rare(active) if int(active.sum()) <= geometry.hybrid_capacity(*active.shape) else None
     out = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in problem.present(gated).items()}
 
     def rounded(values: Tensor, weights: bool = False) -> Tensor:
         if dtype is not None:
             narrow = values.to(dtype).double()
-            values = torch.where(rare, values, narrow) if weights and rare is not None else narrow
+            values = torch.where(again, values, narrow) if weights and again is not None else narrow
         return each(values)
 
-    for start, stop in chunks(len(dy)):
-        x, upstream = problem.x[start:stop].double(), dy[start:stop].double()
-        gate = float64_gate(problem.rows(start, stop), threshold)
-        up = F.linear(x, w.w_up, w.b_up) if gated else None
-        hidden, by_gate, by_up = _Hidden.of(gate, up, activation)
-        dh = (upstream @ w.w_down.T + dl1 * hidden.sign()).masked_fill_(gate == 0, 0)
-        coefficients = {"gate": (dh * by_gate, w.w_gate)}
-        if gated:
-            coefficients["up"] = dh * by_up, w.w_up
-        for name, (d, weight) in coefficients.items():
-            out["x"][start:stop] += rounded(d) @ each(weight)
-            out[f"w_{name}"] += rounded(d, weights=True).T @ each(x)
+    for rows, part, level in _wide(problem, threshold):
+        upstream = dy[rows].double()
+        leaves = [t.requires_grad_() for t in _projections(part, gated) if t is not None]
+        with torch.enable_grad():
+            hidden = _hidden(leaves[0], leaves[1] if gated else None, activation, level)
+        dh = upstream @ part.w_down.T + dl1 * hidden.detach().sign()
+        for name, d in zip(("gate", "up"), torch.autograd.grad(hidden, leaves, dh)):
+            out["x"][rows] += rounded(d) @ each(getattr(part, f"w_{name}"))
+            out[f"w_{name}"] += rounded(d, weights=True).T @ each(part.x)
             if f"b_{name}" in out:
                 out[f"b_{name}"] += rounded(d, weights=True).sum(0)
-        out["w_down"] += rounded(hidden, weights=True).T @ each(upstream)
+        out["w_down"] += rounded(hidden.detach(), weights=True).T @ each(upstream)
         if "b_down" in out:
             out["b_down"] += each(upstream).sum(0)
     return out
@@ -245,43 +226,40 @@ def float64_gradients(
     return gradients_by_terms(problem, dy, dl1, gated, **options)
 
 
-def _derive(leaves: FFN, gated: bool, outputs: Sequence[Tensor], upstream: Sequence[Tensor]) -> dict[str, Tensor]:
-    tensors = leaves.present(gated)
-    return dict(zip(tensors, torch.autograd.grad(outputs, tuple(tensors.values()), upstream), strict=True))
-
-
-def _leaves(problem: FFN) -> FFN:
-    return problem.map(lambda t: t.detach().requires_grad_())
-
-
 @torch.enable_grad()
+def _gradients(
+    problem: FFN, dy: Tensor, dl1: float, gated: bool, layer: Callable[[FFN], tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """Gradients by autograd of what returns y and the sum of |h|."""
+    leaves = problem.map(lambda t: t.detach().requires_grad_())
+    y, l1 = layer(leaves)
+    ends = [(y, dy), *([(l1, torch.full_like(l1, dl1))] if dl1 else [])]
+    tensors = leaves.present(gated)
+    found = torch.autograd.grad([end for end, _ in ends], tuple(tensors.values()), [upstream for _, upstream in ends])
+    return dict(zip(tensors, found, strict=True))
+
+
 def dense_gradients(
-    problem: FFN,
-    dy: Tensor,
-    dl1: float = 0.0,
-    *,
-    gated: bool = True,
-    activation: ActivationName = "relu",
-    threshold: float = 0.0,
+    problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True, **options: Any
 ) -> dict[str, Tensor]:
     """The same gradients by plain PyTorch in the storage type: the baseline of every error and time."""
-    leaves = _leaves(problem)
-    hidden = _dense_hidden(leaves, gated, activation, threshold)
-    y = F.linear(hidden, leaves.w_down.T, leaves.b_down)
-    if not dl1:
-        return _derive(leaves, gated, [y], [dy])
-    l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
-    return _derive(leaves, gated, [y, l1], [dy, torch.full_like(l1, dl1)])
+
+    def layer(leaves: FFN) -> tuple[Tensor, Tensor]:
+        hidden = _layer_hidden(leaves, gated, **options)
+        l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32))
+        return F.linear(hidden, leaves.w_down.T, leaves.b_down), l1
+
+    return _gradients(problem, dy, dl1, gated, layer)
 
 
-@torch.enable_grad()
 def sparse_gradients(
     problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True, **options: Any
 ) -> dict[str, Tensor]:
     """The same gradients through ``sparse_layer(problem, **options)``."""
-    leaves = _leaves(problem)
-    y, aux = sparse_layer(leaves, gated=gated, **options)
-    if not dl1:
-        return _derive(leaves, gated, [y], [dy])
-    # aux.l1 is a mean over tokens
-    return _derive(leaves, gated, [y, aux.l1], [dy, torch.full_like(aux.l1, dl1 * len(dy))])
+
+    def layer(leaves: FFN) -> tuple[Tensor, Tensor]:
+        y, aux = sparse_layer(leaves, gated=gated, **options)
+        # a mean over tokens
+        return y, aux.l1 * len(dy)
+
+    return _gradients(problem, dy, dl1, gated, layer)

@@ -346,7 +346,7 @@ def _kept_tokens(case: Case, o: Operands) -> Any:
                 raised = LORA_SCALE * wide(o[f"w_{name}_b"])
                 s, reach = s + lowered @ raised.t(), 2 * reach + eps * (lowered.abs() @ raised.abs().t())
             if name == case.first and case.top:
-                near |= _undecided(s, reach, case)
+                near |= undecided(s, reach, case.top, case.torch_dtype).any(1)
             elif name == case.first:
                 near |= ((s - level).abs() < reach + level * eps).any(1)
                 fires = s > level
@@ -359,17 +359,26 @@ def _kept_tokens(case: Case, o: Operands) -> Any:
     return torch.where(away, o["b_down"] if case.kind == "autoencoder" else 0, x)
 
 
-def _undecided(gate: Tensor, reach: Tensor, case: Case) -> Tensor:
-    """The tokens with a gate that fp32 may round to the other side of the k-th largest, or of 0."""
-    rounded = gate.to(case.torch_dtype)
-    least = torch.where(largest(rounded, case.top), rounded, math.inf).amin(1, keepdim=True)
+def halfway(level: Tensor, step: int) -> Tensor:
+    """Halfway from 16-bit numbers of at least 0 to the next ones above or below them, in float64."""
+    beside = (level.contiguous().view(torch.int16) + step).clamp(min=0).view(level.dtype)
+    return (level.double() + beside.double()) / 2
+
+
+def undecided(gate: Tensor, reach: Tensor, top: int, dtype: torch.dtype) -> Tensor:
+    """The gates that fp32 may round to the other side of the k-th largest of a token, or of 0.
+
+    Of such a token also those that may be kept, or dropped, in their place.
+    """
+    rounded = gate.to(dtype)
+    least = torch.where(largest(rounded, top), rounded, math.inf).amin(1, keepdim=True)
     # with fewer than k positive gates, 0 is what they must exceed
-    level = torch.where((rounded > 0).sum(1, keepdim=True) < case.top, 0, least)
+    level = torch.where((rounded > 0).sum(1, keepdim=True) < top, 0, least)
     near = torch.zeros_like(gate, dtype=torch.bool)
     for step in (-1, 1):
-        beside = (level.view(torch.int16) + step).clamp(min=0).view(level.dtype)
-        near |= (gate - (level.double() + beside.double()) / 2).abs() < reach
-    return near.any(1)
+        near |= (gate - halfway(level, step)).abs() < reach
+    steps = rounded.view(torch.int16).int() - level.view(torch.int16)
+    return near | (near.any(1, keepdim=True) & (steps.abs() <= 1))
 
 
 # Layouts
