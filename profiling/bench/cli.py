@@ -14,10 +14,10 @@ import torch
 
 from profiling.bench import DESCRIPTION, report
 from profiling.bench.energy import EnergyMeter, open_meter
-from profiling.bench.layers import DECODED, INVARIANT, OPS, SCREENED, STRATEGIES, Options
+from profiling.bench.layers import DECODED, DTYPES, INVARIANT, OPS, SCREENED, STRATEGIES, Options
 from profiling.bench.protocol import Ceilings, Device, Gpu
 from profiling.bench.rows import COLUMNS, LayerRow, named
-from profiling.bench.runner import DTYPES, Job, Runner
+from profiling.bench.runner import Job, Runner
 from profiling.bench.workloads import EXPLAINED, NAMED, parse
 from twell import testing
 from twell._activation import NAMES, activation_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from profiling.bench import variants
 from profiling.bench.protocol import Ceilings, Device
@@ -21,7 +21,8 @@ from twell._runtime import geometry
 from twell.commands.timing import Call
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, set_down_layout
 from twell.strategy import plan, tables
-from twell.testing import FFN, Comparison, Errors
+from twell.testing import FFN, Case, Comparison, Errors
+from twell.testing.calls import caller, linear
 
 TRAINING = ("train", "train_overflow")
 OPS = ("ffn", "decode", *TRAINING)
@@ -29,6 +30,7 @@ STRATEGIES = plan.STRATEGIES
 # what --screen and --invariant time, too, as ``testing.sparse_output`` names it
 SCREENED, INVARIANT = tables.SCREENED, "row+invariant"
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Bytes of a stored value.
 ITEM = 2
 
@@ -40,9 +42,6 @@ RECORDED = 4096
 DECODED = 512
 # Least calls of a recording of decode, to make it long beside the events that time it.
 CALLS = 32
-
-# Upstream gradient of the sum of |h| in the check of a step, exact in bf16.
-L1 = 0.25
 
 # Of the i-th copy of x, the leaves, x first, and y with its graph.
 Pass = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
@@ -88,41 +87,17 @@ def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settin
 
     ``strategy``: also a name that only "auto" chooses.
     """
-    n, k = problem.w_gate.shape
-    layer = (SparseGatedMLP if gated else SparseMLP)(k, n, device="meta", dtype=problem.x.dtype, **settings)
-    first, up = (problem.w_gate, problem.b_gate), (problem.w_up, problem.b_up)
-    tensors = {"gate_proj": first, "up_proj": up} if gated else {"up_proj": first}
-    for name, (weight, bias) in {**tensors, "down_proj": (problem.w_down.t(), problem.b_down)}.items():
-        projection = getattr(layer, name)
-        projection.weight = nn.Parameter(weight)
-        projection.bias = None if bias is None else nn.Parameter(bias)
-    # else eager calls without gradients look at what holds the weight
-    set_down_layout(layer, "rows")
+    of_up = (problem.w_gate, problem.b_gate), (problem.w_up, problem.b_up)
+    linears = [linear(*each) for each in (*of_up[: 1 + gated], (problem.w_down.t(), problem.b_down))]
+    cls: Any = SparseGatedMLP if gated else SparseMLP
+    layer: SparseFFN = cls.from_linear(*linears, **settings)
     if isinstance(strategy, str) and "+" in strategy:
         layer._strategy = plan.route_of(strategy)  # type: ignore[assignment]
     else:
         layer.strategy = strategy
+    # else eager calls without gradients look at what holds the weight
+    set_down_layout(layer, "rows")
     return layer
-
-
-def gradients_of(layer: SparseFFN, x: Tensor, dy: Tensor, dl1: float = 0.0) -> dict[str, Tensor]:
-    """The gradients of x and of all weights by the names of a problem; ``dl1``: that of the sum of |h|."""
-    leaf = x.detach().requires_grad_()
-    with torch.enable_grad():
-        if dl1:
-            y, aux = layer(leaf, return_aux=True)
-            # aux.l1 is a mean over tokens
-            outputs, given = [y, aux.l1], [dy, torch.full_like(aux.l1, dl1 * len(dy))]
-        else:
-            outputs, given = [layer(leaf)], [dy]
-    tensors = {"x": leaf}
-    for kind in ("weight", "bias"):
-        for name in ("gate", "up", "down"):
-            parameter = getattr(layer.get_submodule(f"{name}_proj"), kind)
-            if parameter is not None:
-                tensors[f"{kind[0]}_{name}"] = parameter
-    found = dict(zip(tensors, torch.autograd.grad(outputs, tuple(tensors.values()), given)))
-    return found | {"w_down": found["w_down"].t()}
 
 
 class TimedLayer:
@@ -380,13 +355,19 @@ class Training:
 
     def _check(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
-        form, found = self.layer.form, dict[str, Comparison]()
+        layer, form, found = self.layer, self.layer.form, dict[str, Comparison]()
         clean = testing.off_kinks(self.problem, threshold=form["threshold"])
-        module = self.layer.module(strategy)
-        for dl1, suffix in ((0.0, ""), (L1, " with l1")):
-            gradients = gradients_of(module, clean.x, self.dy[0], dl1)
-            each = testing.compare_gradients(clean, self.dy[0], gradients, dl1, **form)
-            found |= {f"{name}{suffix}": comparison for name, comparison in each.items()}
+        operands = clean._replace(w_down=clean.w_down.t()).present(gated=True) | {"dy": self.dy[0]}
+        plain = Case("layer", layer.m, layer.k, layer.n, exact=False, wants="all", strategy=strategy)
+        dtype = next(name for name, each in DTYPES.items() if each == clean.x.dtype)
+        # modules have no names that only "auto" chooses
+        own = {"compression": layer.options.compression, "dtype": dtype, "module": "+" not in strategy}
+        plain = plain.replace(**own, **form)
+        for case in (plain, plain.replace(aux=True, l1=True)):
+            made = caller(case, operands)()
+            gradients = {name: made[name] for name in case.wanted} | {"w_down": made["w_down"].t()}
+            each = testing.compare_gradients(clean, self.dy[0], gradients, case.dl1, **form)
+            found |= {f"{name}{' with l1' * case.l1}": comparison for name, comparison in each.items()}
         return verdict(found)
 
 

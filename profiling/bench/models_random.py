@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from twell import testing
 from twell.commands import saved_model
 from twell.commands.request import RequestError
+from twell.testing.workloads import bisected
 
 
 @dataclass(frozen=True)
@@ -222,22 +223,9 @@ def _set_gate(weight: Tensor, x: Tensor, nnz: float, pattern: Pattern, drawn: Te
     dead = fate < pattern.dead
     sums.div_(constant / mean).add_(readiness)
     sums[:, dead] = -math.inf
-    threshold = _threshold(sums, nnz, 20 * sigma)
+    threshold = bisected(sums, nnz, 20 * sigma)
     readiness = torch.where(dead, torch.full_like(readiness, -_DEAD * sigma), readiness - threshold)
     weight[:, 0] = readiness / mean
-
-
-def _threshold(sums: Tensor, nnz: float, bound: float) -> float:
-    """The value that ``nnz`` values of a row exceed on average, by bisection between -bound and bound."""
-    low, high = -bound, bound
-    middle = 0.0
-    for _ in range(30):
-        middle = (low + high) / 2
-        if float((sums > middle).sum()) > nnz * len(sums):
-            low = middle
-        else:
-            high = middle
-    return middle
 
 
 def _topics(vocab: int, topic: float) -> int:

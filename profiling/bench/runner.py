@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from profiling.bench.layers import Decode, TimedLayer, Variant
+from profiling.bench.layers import DTYPES, Decode, TimedLayer, Variant
 from profiling.bench.protocol import Ceilings, Device
 from profiling.bench.report import Progress
 from profiling.bench.rows import LayerRow, note_dense, note_eager, note_errors, note_times
@@ -27,8 +25,6 @@ KINDS = ("eager", "compiled")
 
 # Copies for timing single kernels: each call waits for a sleeping GPU.
 KERNEL_COPIES = 8
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Job(NamedTuple):

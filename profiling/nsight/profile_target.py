@@ -23,10 +23,11 @@ from torch import Tensor
 
 import twell
 from profiling.bench import workloads
+from profiling.bench.layers import DTYPES, STRATEGIES
 from profiling.bench.variants import SETTLING
 from twell import ops, testing
 from twell._runtime import geometry, nvtx
-from twell.commands.request import RequestError, at_least
+from twell.commands.request import RequestError, at_least, exit_status, pick_device
 from twell.testing import FFN
 
 Call = Callable[[], object]
@@ -42,7 +43,6 @@ KERNELS = {
     "weight_grad": "train_backward",
 }
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENS = 16384
 
 
@@ -72,15 +72,7 @@ def step(gated: bool) -> Callable[[FFN, int, Any], Call]:
 
     def build(p: FFN, compression: int, strategy: Any) -> Call:
         dy = testing.real_upstream(p)
-        leaves = p.map(lambda t: t.detach().requires_grad_())
-        needed = tuple(leaves.present(gated).values())
-
-        @torch.enable_grad()
-        def call() -> object:
-            y = testing.sparse_output(leaves, gated=gated, compression=compression, strategy=strategy)
-            return torch.autograd.grad(y, needed, dy)
-
-        return call
+        return lambda: testing.sparse_gradients(p, dy, gated=gated, compression=compression, strategy=strategy)
 
     return build
 
@@ -119,26 +111,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("op", help=f"comma-separated, out of {', '.join(OPS)}, or kernels: {', '.join(KERNELS)}")
     add("--workload", default="topic29", help="one workload of profiling.bench (default: %(default)s)")
     add("--m", type=at_least(1), default=TOKENS, help="tokens (default: %(default)s)")
-    add(
-        "--k",
-        type=at_least(8),
-        default=testing.PAPER_HIDDEN,
-        help="hidden size; recorded layers have their own (default: %(default)s)",
-    )
-    add(
-        "--n",
-        type=at_least(8),
-        default=testing.PAPER_NEURONS,
-        help="neurons; recorded layers have their own (default: %(default)s)",
-    )
+    own = "recorded layers have their own (default: %(default)s)"
+    add("--k", type=at_least(8), default=testing.PAPER_HIDDEN, help=f"hidden size; {own}")
+    add("--n", type=at_least(8), default=testing.PAPER_NEURONS, help=f"neurons; {own}")
     add("--dtype", choices=DTYPES, default="bf16")
     add("--compression", type=int, choices=geometry.COMPRESSIONS, default=8)
-    add(
-        "--strategy",
-        choices=("row", "union", "dense", "auto"),
-        default="union",
-        help="strategy of whole layers (default: %(default)s)",
-    )
+    add("--strategy", choices=STRATEGIES, default="union", help="strategy of whole layers (default: %(default)s)")
     add("--calls", type=at_least(1), default=3, help="recorded calls of each operator (default: %(default)s)")
     add("--warm-up", type=at_least(1), default=3, help="calls before them (default: %(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the program out")
@@ -148,8 +126,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     unknown = [op for op in arguments.op if op not in OPS and op not in KERNELS]
     if unknown:
         parser.error(f"unknown operator {', '.join(unknown)}; expected some of {', '.join((*OPS, *KERNELS))}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.error("needs a CUDA device; --device cpu tries it out")
     return arguments
 
 
@@ -178,17 +154,13 @@ def record(calls: dict[str, Call], times: int, on_gpu: bool) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    try:
-        return run(arguments)
-    except (ValueError, NotImplementedError, OSError) as error:
-        print(f"profile_target: error: {error}", file=sys.stderr)
-        return 2
+    return exit_status("profile_target", lambda: run(arguments))
 
 
 @torch.no_grad()
 def run(arguments: argparse.Namespace) -> int:
     """Record the calls; return 0. Operators raise the same errors as for users."""
-    on_gpu, auto = arguments.device == "cuda", arguments.strategy == "auto"
+    on_gpu, auto = pick_device(arguments.device).type == "cuda", arguments.strategy == "auto"
     problem = load(arguments)
     calls = {}
     for name in arguments.op:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -141,8 +142,8 @@ def _main(weight: Tensor) -> Tensor:
 # Modules
 
 
-def _linear(weight: Tensor, bias: Tensor | None, wants: Any) -> nn.Linear:
-    """A projection of these very tensors."""
+def linear(weight: Tensor, bias: Tensor | None = None, wants: Callable[[str], bool] = lambda kind: True) -> nn.Linear:
+    """A projection of these very tensors; ``wants`` says of "w" and "b" whether they get a gradient."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     made.weight = nn.Parameter(weight.detach(), requires_grad=wants("w"))
     if bias is not None:
@@ -150,11 +151,14 @@ def _linear(weight: Tensor, bias: Tensor | None, wants: Any) -> nn.Linear:
     return made
 
 
+def _wants(case: Case, name: str, kind: str) -> bool:
+    return f"{kind}{name}" in case.wanted
+
+
 def _linears(case: Case, t: Operands) -> dict[str, nn.Linear]:
     """The projections by the names of weights."""
     return {
-        name: _linear(t[name], t.get(f"b{name[1:]}"), lambda kind, own=name[1:]: f"{kind}{own}" in case.wanted)
-        for name in case.weights
+        name: linear(t[name], t.get(f"b{name[1:]}"), functools.partial(_wants, case, name[1:])) for name in case.weights
     }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from twell._activation import ActivationName, activation_of
+from twell.testing.answers import dense_output
+from twell.testing.workloads import FFN
 
 # Of the routed experts of one checkpoint of Nemotron 3.5 Lightning, by a public log of August 2026.
 FIRING = 0.0931
@@ -81,22 +83,15 @@ def dense_experts(problem: Mixture, activation: ActivationName = "relu", thresho
 
 
 def _by_expert(problem: Mixture, dtype: torch.dtype, activation: ActivationName, threshold: float) -> Tensor:
-    form = activation_of(activation, threshold, problem.w_gate is not None)
-    level: Any = form.level(problem.x.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
+    gated, wide = problem.w_gate is not None, torch.promote_types(dtype, torch.float32)
+    level = float(activation_of(activation, threshold, gated).level(problem.x.dtype))
     y = torch.zeros(problem.x.shape, dtype=wide, device=problem.x.device)
-    for expert in range(len(problem.w_up)):
-        tokens, slots = (problem.expert_ids == expert).nonzero(as_tuple=True)
-        if not len(tokens):
-            continue
-        x = problem.x[tokens].to(dtype)
-        up = F.linear(x, problem.w_up[expert].to(dtype))
-        gate = up if problem.w_gate is None else F.linear(x, problem.w_gate[expert].to(dtype))
-        gate = torch.where(gate <= level, 0, gate)
-        hidden = form.hidden(gate, None if problem.w_gate is None else up)
-        own = F.linear(hidden, problem.w_down[expert].to(dtype)).to(wide)
+    for e in range(len(problem.w_up)):
+        tokens, slots = (problem.expert_ids == e).nonzero(as_tuple=True)
+        layer = FFN(problem.x[tokens], problem.first[e], problem.w_up[e], problem.w_down[e].t())
+        own = dense_output(layer.map(lambda t: t.to(dtype)), gated=gated, activation=activation, threshold=level)
         # a token has an expert once in each slot
-        y.index_put_((tokens,), own * problem.weights[tokens, slots, None].to(wide), accumulate=True)
+        y.index_put_((tokens,), own.to(wide) * problem.weights[tokens, slots, None].to(wide), accumulate=True)
     return y.to(problem.x.dtype) if dtype != torch.float64 else y
 
 

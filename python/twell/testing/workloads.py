@@ -131,7 +131,7 @@ def make(
     w_gate[:, 0], w_gate[:, 1] = popularity / _CONSTANT, 1.0
     pre_activation = x[:_THRESHOLD_ROWS].to(dtype).float() @ w_gate.to(dtype).float().T
     pre_activation[:, dead] = -math.inf
-    threshold = _threshold(pre_activation, load.nnz)
+    threshold = bisected(pre_activation, load.nnz, 20.0)
     w_gate[:, 0] = (popularity - threshold) / _CONSTANT
     w_gate[dead, 0] = _DEAD_BIAS
     w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
@@ -143,12 +143,12 @@ def require_sizes(m: int, k: int, n: int) -> None:
         require_integer(letter, size, 0)
 
 
-def _threshold(pre_activation: Tensor, nnz: float) -> float:
-    """The value that ``nnz`` entries of a row exceed on average, by bisection."""
-    low, high = -20.0, 20.0
+def bisected(sums: Tensor, nnz: float, bound: float) -> float:
+    """The value that ``nnz`` entries of a row of ``sums`` exceed on average, by bisection between -bound and bound."""
+    low, high = -bound, bound
     for _ in range(50):
         middle = (low + high) / 2
-        if (pre_activation > middle).sum(1).float().mean() > nnz:
+        if (sums > middle).sum(1).float().mean() > nnz:
             low = middle
         else:
             high = middle

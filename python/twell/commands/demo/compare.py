@@ -15,7 +15,7 @@ from twell._runtime import geometry
 from twell.commands.request import aligned
 from twell.functional import pack, sparse_gated_ffn
 from twell.nn import SparseGatedMLP
-from twell.testing import Comparison
+from twell.testing import Comparison, bounds
 
 LOSS_TOLERANCE = 0.01  # nats per byte between the model run densely and through TwELL
 TIMED_CALLS, WARM_CALLS = 50, 10
@@ -60,27 +60,15 @@ def error_failures(comparison: Comparison) -> list[str]:
     ]
 
 
-def summation_slack(k: int) -> float:
-    """Largest error of a k-term fp32 sum in any order of the hardware, relative to the sum of the terms' magnitudes.
-
-    8 sqrt(k) units cover sequential rounding (random errors, 8 standard deviations), k / 4 covers tensor cores that
-    truncate once per 16 terms; both doubled.
-    """
-    return 2.0**-23 * max(8 * math.sqrt(k), k / 4)
-
-
 def check_gate(gate: Tensor, x: Tensor, w_gate: Tensor) -> list[str]:
     """Check every element of gate [M, N] against float64: some fp32 summation order must round to it.
 
     The interval around x @ w_gate.T (bias-free) is a small fraction of one bf16 step, so nearly every element has
     exactly one admissible value, and a zero only zero.
     """
-    slack = summation_slack(x.shape[1])
     wrong, example = 0, ""
-    weight = w_gate.double()
     for start in range(0, x.shape[0], testing.CHUNK_ROWS):
-        rows = x[start : start + testing.CHUNK_ROWS].double()
-        centre, radius = rows @ weight.T, slack * (rows.abs() @ weight.abs().T)
+        centre, radius, _ = bounds.summed(x[start : start + testing.CHUNK_ROWS], w_gate, None)
         low, high = (z.float().to(gate.dtype).relu() for z in (centre - radius, centre + radius))
         got = gate[start : start + testing.CHUNK_ROWS]
         bad = ~((low <= got) & (got <= high))  # a NaN is bad
