@@ -48,7 +48,6 @@ def dense_layer(p: testing.FFN, **options: Any) -> Any:
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
-    """Zeros compare with their sign; all NaNs are equal."""
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.element_size()]
     equal = actual.contiguous().view(bits) == expected.contiguous().view(bits)

@@ -108,7 +108,6 @@ def is_named(item: pytest.Item, arguments: list[str]) -> bool:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The checkout."""
     return ROOT
 
 
@@ -137,7 +136,6 @@ def compiled_first() -> list[str]:
 
 @pytest.fixture(scope="session")
 def symbols(request: pytest.FixtureRequest) -> list[str]:
-    """The kernels of Hopper that are compiled in this tier."""
     from cute_kernels import catalog
 
     if "nightly" in request.config.option.markexpr:

@@ -42,7 +42,6 @@ Run = Callable[..., list[Any]]
 
 
 def full(t: Any) -> Any:
-    """All of a tensor that ranks may share."""
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
@@ -113,7 +112,6 @@ def run(world: int, function: Callable[..., Any], *arguments: Any, folder: Path,
 
 
 def _stuck(processes: list[Any], ranks: list[int]) -> str:
-    """Return the stacks of these ranks."""
     lines = [f"ranks {ranks} still run after {PATIENCE_S:.0f} s"]
     for rank in ranks:
         process, _, log = processes[rank]

@@ -130,7 +130,6 @@ def fields(size: str) -> dict[str, str]:
 
 
 def cases(op: str, size: str) -> Iterator[Case]:
-    """The Cases of an operator and a size, gated and not."""
     kind, *own = OPS[op][0].split()
     words = dict(word.split("=") for word in SIZES[size].split())
     words = {
@@ -254,7 +253,6 @@ def command_line(tool: str, program: str, arguments: argparse.Namespace) -> list
 
 
 def run_under(tool: str, arguments: argparse.Namespace) -> int:
-    """Run the checks under the sanitizer and return the exit status."""
     program = sanitizer()
     if program is None:
         print("compute-sanitizer is not on the path; it comes with the CUDA toolkit", file=sys.stderr)

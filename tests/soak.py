@@ -61,7 +61,6 @@ class Soak:
     host_mb: dict[str, float] = field(default_factory=dict)
 
     def watch(self, device: torch.device, settled: bool, grow_mb: float, grow_host_mb: float) -> None:
-        """Read the memory, and note growth as wrong."""
         gc.collect()
         for name, seen, now, most in (
             ("GPU", self.gpu_mb, gpu_bytes(device) / 1e6, grow_mb),
@@ -79,12 +78,10 @@ class Soak:
 
 
 def gpu_bytes(device: torch.device) -> int:
-    """Bytes that torch has handed out on the GPU."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def host_bytes() -> int:
-    """Resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
@@ -94,7 +91,6 @@ class Own(threading.local):
     stream: Any = None
 
     def begin(self, device: torch.device) -> None:
-        """Make this thread's stream."""
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -132,7 +128,6 @@ def repeat(case: Case, device: torch.device, calls: int) -> None:
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> Soak:
-    """Soak until the minutes are over or something is wrong."""
     found, began, last = Soak(next=arguments.first), time.monotonic(), 0.0
     limits = prepare(device, arguments.portable)._replace(graphs=False)
     drawn = ((number, draw(arguments.seed, number, limits)) for number in count(arguments.first))

@@ -78,7 +78,6 @@ class Limits(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Whether they are those of a GPU."""
         return self.m > max(TOKENS)
 
     def hold(self, case: Case) -> bool:
@@ -89,8 +88,6 @@ class Limits(NamedTuple):
 
 
 class Streams:
-    """The streams of a case's fields."""
-
     def __init__(self, seed: int, number: int) -> None:
         self.name = f"{seed}:{number}"
 
@@ -134,7 +131,6 @@ def draw(seed: int, number: int, limits: Limits, kinds: Sequence[str] = tuple(KI
 
 
 def _layer(s: Streams, kind: str, number: int, limits: Limits, given: dict[str, Any]) -> dict[str, Any]:
-    """A layer, or one behind a given gate."""
     what = s.pick("what", {"aux": 4, "forward": 4, "train": 6, "decode": 3, "overflow": 2, "e4m3": 4, "rank": 1})
     if (kind == "given" and what in ("e4m3", "rank")) or (what == "rank" and not limits.adapters):
         what = "aux"
@@ -173,7 +169,6 @@ def _layer(s: Streams, kind: str, number: int, limits: Limits, given: dict[str, 
 
 
 def _learns(s: Streams, operands: Sequence[str]) -> dict[str, Any]:
-    """What gets gradients, and how."""
     some = [name for name in operands if s.chance(f"wants {name}", 0.5)]
     wants = s.choice("wants", ("all", "all", operands[0], "+".join(operands[1:]), "+".join(some) or "w_down"))
     return {"wants": wants, "l1": s.chance("l1", 0.5), "checkpointed": s.chance("checkpointed", 0.15)}
@@ -188,7 +183,6 @@ def _biases(s: Streams, gated: bool, kind: str = "layer") -> str:
 
 
 def _activation(s: Streams, exact: bool, gated: bool, names: Mapping[str, int] = ACTIVATIONS) -> dict[str, Any]:
-    """The activation and its threshold."""
     name = s.pick("activation", names if gated else {**names, "drelu": 0})
     threshold = s.choice("threshold", (1.0, 2.0, 3.0) if exact else (0.0, 0.25, 0.7, 1.3))
     return {"activation": name, "threshold": threshold if name == "fatrelu" else 0.0}
@@ -205,7 +199,6 @@ def _top(s: Streams, n: int, training: bool) -> dict[str, Any]:
 
 
 def _float8(s: Streams, limits: Limits, given: dict[str, Any]) -> dict[str, Any]:
-    """A layer of e4m3 weights."""
     exact, gated, big = given["exact"], given["gated"], limits.large
     tokens = (0, 1, 1, 2, 7, 8, 9, 17, 33, 64, 65, 100, 128, 129, 300, 513, 1025) if big else (0, 1, 3, 9)
     # a gate near a threshold is a matter of its last bits
@@ -234,7 +227,6 @@ def _float8(s: Streams, limits: Limits, given: dict[str, Any]) -> dict[str, Any]
 
 
 def _adapted(s: Streams, given: dict[str, Any], m: int, k: int, n: int) -> dict[str, Any]:
-    """A module with adapters."""
     strategy = "row" if given["strategy"].startswith("row") else "union"
     case = Case("layer", gated=given["gated"], rank=1, biases=(biases := _biases(s, given["gated"])))
     found = {"m": m, "k": k, "n": n, "rank": s.choice("rank", (1, 2, 3, 8)), "strategy": strategy, "module": True}

@@ -45,7 +45,6 @@ def launched(case: Case, family: str) -> list[str]:
 
 
 def sparse(case: Case, family: str) -> bool:
-    """Whether a case is for kernels of ``family``."""
     alone = case.scales or case.kind == "experts" or case.strategy == "union+screen"
     portable = not alone and case.n <= geometry.PORTABLE_UNION_NEURONS
     in_16_bits = case.dtype in ("bf16", "fp16") and case.scales != "block"

@@ -125,7 +125,6 @@ def without_others(case: Case, o: Operands, outputs: Outputs) -> None:
 
 
 def waits(case: Case) -> bool:
-    """Whether dense products of each expert wait for its tokens."""
     no_kernel = case.dtype == "fp16" or case.experts == 1024 or (case.scales != "" and case.n % 16 > 0)
     return case.kind == "experts" and case.strategy != "row" and no_kernel
 
@@ -155,7 +154,6 @@ def poison(device: torch.device) -> None:
 
 
 def tensors(operands: Operands) -> list[Tensor]:
-    """All tensors of operands, those of records, too."""
     return [t for operand in operands.values() for t in (operand if isinstance(operand, Float8) else (operand,))]
 
 

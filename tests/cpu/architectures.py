@@ -205,7 +205,6 @@ def table() -> str:
 
 
 def filled(page: str) -> str:
-    """The page with the table of today."""
     begin, end = "<!-- architectures -->\n", "<!-- end of architectures -->"
     before, _, rest = page.partition(begin)
     _, _, after = rest.partition(end)

@@ -12,7 +12,6 @@ import pytest
 
 @pytest.fixture
 def environment(root: Path) -> dict[str, str]:
-    """Variables of a process that imports the checkout."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]), "OMP_NUM_THREADS": "1"}
 
 
@@ -51,7 +50,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A compiler of tiny kernels: ``tiny_kernels.Compiler``."""
     import tiny_kernels
 
     return tiny_kernels.install(monkeypatch)
@@ -105,7 +103,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of the text that saved models read."""
     import saved_models
 
     path = tmp_path_factory.mktemp("words") / "words.txt"
@@ -120,7 +117,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(text: Path, cache: Path, tmp_path: Path) -> Callable[..., int]:
-    """train.main on the small model, its output under tmp_path."""
     import small_runs
     import train
 

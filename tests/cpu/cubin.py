@@ -34,7 +34,6 @@ def resources(data: bytes) -> dict[str, Resources]:
 
 
 def cubins(data: bytes) -> list[bytes]:
-    """Return the cubins in an object file or library."""
     found = []
     start = data.find(ELF)
     while start >= 0:
@@ -49,7 +48,6 @@ def cubins(data: bytes) -> list[bytes]:
 
 
 def _records(elf: bytes) -> Iterator[tuple[str, int, int]]:
-    """The (symbol, attribute, value) records of .nv.info."""
     (table,) = struct.unpack_from("<Q", elf, 40)
     size, count, strings = struct.unpack_from("<HHH", elf, 58)
     # of each section: name, offset, length, and the section that it is linked to

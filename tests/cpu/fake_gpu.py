@@ -46,12 +46,9 @@ class FakeGpu:
         self.programs.clear()
 
     def names(self) -> list[str]:
-        """The operators of the kernels that were launched, in order."""
         return [spec.op for spec, _ in self.launches]
 
     def kernel(self, spec: specs.Spec, arch: str) -> Any:
-        """The kernel of ``spec``, as ``resolve`` finds it."""
-
         def run(*arguments: Any) -> None:
             check_arguments(spec, arguments)
             self.launches.append((spec, arguments))
@@ -99,20 +96,17 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGp
 
 
 def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None, own: Any = torch.mm, **more: Any) -> Tensor:
-    """``torch.mm``, which takes ``out_dtype`` on a GPU alone."""
     return own(a.to(out_dtype), b.to(out_dtype), **more)  # type: ignore[no-any-return]
 
 
 @functools.cache
 def signature(spec: specs.Spec) -> tuple[Any, ...]:
-    """The fake arguments of the kernel of ``spec``."""
     fakes: tuple[Any, ...] = kernel_module(spec.module).signature(spec)[1]
     return fakes
 
 
 @functools.cache
 def _compiled() -> frozenset[specs.Spec]:
-    """All that can be compiled."""
     return frozenset(specs.all_specs())
 
 

@@ -27,7 +27,6 @@ NAMES = [
 
 
 def take(m: Any, *args: Any, **options: Any) -> Any:
-    """``sparsify_`` with ``NAMES``."""
     return sparsify_(m, *args, names=NAMES, **options)
 
 
@@ -113,8 +112,6 @@ class Squared(nn.Module):
 
 
 class Meta(nn.Module):
-    """The names of Meta's Llama."""
-
     def __init__(self, act: Any = None) -> None:
         super().__init__()
         self.w1, self.w3, self.w2 = nn.Linear(K, N, False), nn.Linear(K, N, False), nn.Linear(N, K, False)
@@ -130,8 +127,6 @@ class DoubleReLU(Gated):
 
 
 class Coded(Gated):
-    """Has its activation in the code."""
-
     def __init__(self) -> None:
         super().__init__()
         del self.act_fn
@@ -161,8 +156,6 @@ class UpFirst(Fused):
 
 
 class Wi(nn.Module):
-    """As T5 has it."""
-
     def __init__(self, act: Any = None) -> None:
         super().__init__()
         self.wi, self.wo = nn.Linear(K, N, False), nn.Linear(N, K, False)
@@ -248,8 +241,6 @@ class Split(nn.Module):
 
 
 class Told(nn.Module):
-    """Names that no model has."""
-
     def __init__(self, act: Any = None) -> None:
         super().__init__()
         self.a, self.b, self.act = nn.Linear(K, N), nn.Linear(N, K), act or nn.ReLU()
@@ -333,7 +324,6 @@ EACH = pytest.mark.parametrize("form", FORMS)
 
 
 def model(form: str, dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """A form between two norms."""
     torch.manual_seed(0)
     return nn.Sequential(nn.LayerNorm(K), FORMS[form].make(), nn.LayerNorm(K)).to(dtype).eval()
 

@@ -57,7 +57,6 @@ LAYOUTS: dict[str, tuple[Granularity, str, list[int], str, dict[str, Any]]] = {
 
 
 def build(kind: str = "llama") -> Any:
-    """A random model of ReLU layers in bfloat16."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -106,7 +105,6 @@ def save(folder: Path, layout: str, kind: str = "llama", kept: Sequence[str] = (
 
 
 def weights(kind: str) -> tuple[str, ...]:
-    """The ends of names of the weights of layers."""
     return tuple(f"{name}.weight" for name in PROJECTIONS[kind])
 
 

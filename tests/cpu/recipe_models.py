@@ -106,7 +106,6 @@ def brute(gates: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def tracked(model: nn.Module, x: Tensor, **options: Any) -> tuple[LayerStats, ...]:
-    """The figures of each layer in one pass."""
     tracker = SparsityTracker(model, **options)
     with tracker.watch(0):
         model(x)

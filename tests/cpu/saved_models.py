@@ -15,7 +15,6 @@ WORDS = "the of and to in is that for it was on as with be by at from this have 
 
 
 def text(words: int, seed: int = 0) -> str:
-    """Words of a small vocabulary, in lines."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = WORDS.split()
     drawn = torch.randint(len(vocabulary), (words,), generator=generator).tolist()
@@ -73,14 +72,12 @@ def build(kind: str = "llama", **options: Any) -> PreTrainedModel:
 
 
 def save(folder: Path, kind: str = "llama", *, bos: bool = True, **options: Any) -> Path:
-    """Write ``build``'s model and a tokenizer to ``folder``."""
     build(kind, **options).save_pretrained(folder)
     save_tokenizer(folder, bos=bos)
     return folder
 
 
 def parsed(command: ModuleType, *arguments: object) -> argparse.Namespace:
-    """The arguments of a command as it gets them."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return parser.parse_args([str(argument) for argument in arguments])

@@ -44,7 +44,6 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 
 def same(a: Path, b: Path) -> bool:
-    """Return whether two runs ended with the same bits."""
     first, second = weights(a), weights(b)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -60,7 +59,6 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 
 def steps(out: Path) -> list[int]:
-    """The complete checkpoints."""
     return [int(path.name.removeprefix("step-")) for path in checkpoint.complete(out / "checkpoints")]
 
 

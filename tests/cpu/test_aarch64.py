@@ -34,7 +34,6 @@ def check(root: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The object of a kernel."""
     path = tmp_path_factory.mktemp("aarch64") / f"{SYMBOL}.o"
     compile_object(spec_from_symbol(SYMBOL), path, host="aarch64")
     return path.read_bytes()
@@ -48,7 +47,6 @@ def provided(check: Any) -> set[str]:
 
 @pytest.fixture(scope="module")
 def here(wheel: Path) -> bytes:
-    """The kernels of this machine's wheel."""
     return zipfile.ZipFile(wheel).read("twell/_lib/libtwell_kernels.so")
 
 

@@ -31,8 +31,6 @@ FACTOR = 2.0
 
 
 class Holder(nn.Module):
-    """What peft can wrap."""
-
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
         self.mlp = mlp
@@ -77,7 +75,6 @@ def tokens(dtype: torch.dtype = BF16, count: int = 6) -> Tensor:
 
 
 def results(model: Any, x: Tensor) -> dict[str, Tensor]:
-    """y, and the gradients of x and of all parameters that have one."""
     x = x.clone().requires_grad_()
     torch.manual_seed(5)
     y = model(x)
@@ -88,7 +85,6 @@ def results(model: Any, x: Tensor) -> dict[str, Tensor]:
 
 
 def by_peft(model: Any) -> Any:
-    """A copy that calls its projections."""
     model = copy.deepcopy(model)
     layer_of(model).strategy = "dense"
     return model

@@ -49,7 +49,6 @@ def opt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of text and of files that are not text."""
     folder = tmp_path_factory.mktemp("words")
     for seed in range(4):
         (folder / f"{seed}.txt").write_text(saved_models.text(400, seed))
@@ -68,7 +67,6 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def slow(pattern: np.ndarray, starts: Sequence[int], compression: int) -> dict[str, Any]:
-    """Compute a report of ``pattern`` bool [tokens, N] in plain loops."""
     tokens, n = pattern.shape
     counts = [int(row.sum()) for row in pattern]
     capacity = 256 // compression - 1
@@ -135,7 +133,6 @@ def test_figures_hold_for_layers_that_fire_nothing_or_everything(value: bool) ->
 
 
 def recorded_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
-    """Record the inputs of a stock model's FFNs."""
     inputs: list[Tensor] = []
     handles = [
         module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].flatten(0, -2)))

@@ -58,7 +58,6 @@ def calls_of(folder: Path, words: Path) -> tuple[list[tuple[Any, list[Tensor]]],
 
 
 def slow(module: Any, x: Tensor, ids: Tensor, sequences: int) -> dict[str, Any]:
-    """Compute a report in plain loops."""
     gate, _ = stacked.projections(module)
     weight = module.up_proj if gate is None else gate
     count, n, _ = weight.shape

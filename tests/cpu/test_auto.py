@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from auto_layers import BF16, DENSE, SPARSE, Arrivals, K, N, layer, set_firing, strategies_of
+from auto_layers import BF16, DENSE, SPARSE, Arrivals, K, N, layer, strategies_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -148,42 +148,17 @@ def test_few_tokens_have_a_choice_for_each_number_of_them() -> None:
     assert {site.choose(problem(m)).strategy for m in sizes} == {"row"}
 
 
-def test_what_ends_the_routes_that_modules_keep(chooses: Arrivals) -> None:
-    """Each gives the bucket another version; routes that could be wrong are forgotten."""
-    site, x = sites.AutoStrategy(period=4), torch.zeros(100, K, dtype=BF16)
-
-    def run(calls: int, training: bool = True, n: int = N) -> Any:
-        for _ in range(calls):
-            site.begin(x, n, True, training, False)
-        return site.routes.get((x.shape, n, True, training, False, False))
-
-    bucket, _ = run(4)
-    version = bucket.version
-    # the decision of another kind of call does not matter to this one
-    assert run(4, training=False)
-    assert run(3)[0] is bucket
-    assert bucket.version == version
-    site.screen = "auto"
-    assert bucket.version == version
-    site.screen = "off"
-    assert bucket.version > version
-    assert not site.routes
-    version = run(3)[0].version
-    # another choice
+def test_routes_that_modules_keep_are_of_one_layer_and_few_kinds(chooses: Arrivals) -> None:
+    site, x = sites.AutoStrategy(period=64), torch.zeros(100, K, dtype=BF16)
     site.observe(Problem(100, K, N, True, True), SPARSE)
-    before = strategies_of(site)
-    run(4)
-    assert (strategies_of(site) != before) == (bucket.version > version)
-    # another layer
-    version = bucket.version
-    assert run(4, n=2 * N)
-    assert bucket.version > version
-    assert all(kind[1] == 2 * N for kind in site.routes)
-    # so many kinds that they are forgotten
+    for n, expected in ((N, "union"), (2 * N, "dense"), (N, "dense")):
+        assert {site.begin(x, n, True, True, False).strategy for _ in range(4)} == {expected}
+        assert site.routes
+        assert all(kind[1] == n for kind in site.routes)
     for m in range(600):
         for _ in range(4):
-            site.begin(torch.zeros(m, K, dtype=BF16), 2 * N, True, True, False)
-    assert len(site.routes) <= 256
+            site.begin(torch.zeros(m, K, dtype=BF16), N, True, True, False)
+    assert 0 < len(site.routes) <= 256
     assert not copy.deepcopy(site).routes
 
 
@@ -553,15 +528,6 @@ def test_functions_and_modules_take_a_site(gated: bool, chooses: Arrivals) -> No
         call(p.x, *weights, p.w_down.t(), strategy="auto")
     assert len(chooses.sent) == 3
 
-    site = twell.AutoStrategy(period=2)
-    mlp = (SparseGatedMLP if gated else SparseMLP)(K, N, bias=True, dtype=BF16, strategy=site)
-    set_firing(mlp, 200)
-    with torch.no_grad():
-        mlp(torch.randn(256, K).to(BF16))
-    assert site.explain()[0].figures == Figures(200, 200 / N, 200)
-    assert strategies_of(mlp) == [(row.kind, row.strategy) for row in site.explain()]
-    assert "strategy=AutoStrategy(period=2)" in repr(mlp)
-
 
 # Devices
 
@@ -614,16 +580,10 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     explained = twell.explain(model)
     assert [row.layer for row in explained] == ["first", "second", "third", "fourth"]
     assert len(explained) == 4
-    over, header, why, *lines = str(explained).splitlines()
-    first = ["layer", "calls", "tokens", "strategy", "non-zeros", "union"]
-    assert (over.split(), header.split(), why.strip()) == (["row", "union"], [*first, "time", "time", "layout"], "why")
-    for row, reason, *parts in zip(
-        *(lines[::2], lines[1::2], ("first", "second", "third", "fourth"), ("row ", "dense ", "union ", "auto ")),
-        ("   8.0   3.0%  0", " 200.0  75.8%  3", "  -      -     -", "  -      -     -"),
-        (r"dense's time \(measured in call 2\)$",) * 2 + ("    it was named", "    not called yet"),
-    ):
-        assert re.match(rf"{parts[0]} .*  {parts[1]} .*{parts[2]}", row)
-        assert re.search(parts[3], reason)
+    header, *lines = str(explained).splitlines()[1:]
+    assert {"layer", "calls", "tokens", "strategy", "non-zeros", "union", "layout"} <= set(header.split())
+    for said in (r"^second .* dense .* 200.0  75.8%", r"dense's time \(measured in call 2\)$", "it was named"):
+        assert any(re.search(said, line) for line in lines)
     # explain changes nothing
     assert twell.explain(model).rows == explained.rows
     assert model["first"]._auto._pending == pending != {}
@@ -685,7 +645,6 @@ def test_a_layer_with_a_forward_of_others_is_not_said_to_run(of: str, monkeypatc
 
 
 def ran(mlp: Any, x: Tensor, training: bool) -> str:
-    """Infer the strategy of a call from its operators."""
     found = []
 
     class Calls(TorchDispatchMode):

@@ -124,8 +124,6 @@ def test_a_given_gate_in_a_graph_of_few_tokens(gated: bool, totals: bool, monkey
 
 
 class Compiles:
-    """A backend that counts graphs and runs them eagerly."""
-
     def __init__(self) -> None:
         self.graphs = 0
 
@@ -214,21 +212,6 @@ def test_two_classes_of_symbolic_sizes(chooses: Arrivals, fresh_dynamo: None) ->
     assert [row.tokens for row in twell.explain(mlp)] == ["more than 256", "up to 256"]
 
 
-def test_functions_compile(chooses: Arrivals, fresh_dynamo: None) -> None:
-    p = testing.integer_problem(65, 16, 264)
-    site = twell.AutoStrategy()
-    for strategy in ("auto", site, "union"):
-        call = torch.compile(
-            lambda q, s=strategy: testing.sparse_output(q, strategy=s), fullgraph=True, backend="aot_eager"
-        )
-        with torch.no_grad():
-            assert torch.equal(call(p), testing.exact_output(p))
-        leaves = p.map(lambda t: t.clone().requires_grad_())
-        assert torch.equal(call(leaves), testing.exact_output(p))
-    # without gradients a graph calls as eager mode does, and no weight is known before it runs
-    assert [(row.kind, row.graph) for row in site.explain()] == [("training", "compiled")]
-
-
 def test_a_traced_module_keeps_choosing(chooses: Arrivals) -> None:
     mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
     with torch.no_grad():
@@ -246,7 +229,6 @@ def training(m: int = 256) -> Problem:
 
 
 def site_of(mlp: Any) -> twell.AutoStrategy:
-    """A call site of ``mlp`` that measures every call."""
     mlp.strategy = twell.AutoStrategy(period=1)
     return mlp.strategy
 

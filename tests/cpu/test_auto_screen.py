@@ -16,13 +16,12 @@ import torch
 from auto_layers import BF16, COSTS, TABLE, Arrivals, K, N, layer
 
 import twell
-from profiling import held_out
 from tests import programs
 from tests.cpu import fake_gpu
 from twell import AutoStrategy, ops, testing
 from twell._activation import RELU
 from twell._runtime import device, program
-from twell.commands import analyze, prediction, sparsity, timing, tune
+from twell.commands import analyze, sparsity, timing, tune
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
@@ -245,15 +244,6 @@ def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert json.loads(json.dumps(rows)) == rows
 
 
-def test_held_out_points_count_the_screen() -> None:
-    row = {**problem()._asdict(), "nonzeros": 8.0, "union": 0.3, "heaviest": None, "red": {}, "pattern": {}}
-    row |= {"row_ms": 1.0, "union_ms": 1.0, "union+screen_ms": 0.5, "dense_ms": 1.0}
-    decided = held_out.decided(row | {"candidates": 0.31}, SCREENS)
-    assert (decided["auto"], decided["loss"]) == ("union+screen", 0)
-    assert "candidates 0.310" in held_out.line(decided)
-    assert held_out.decided(row | {"candidates": None}, SCREENS)["auto"] in ("row", "union")
-
-
 # twell analyze
 
 
@@ -284,14 +274,3 @@ def test_a_tally_counts_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = analyze.rows([report], [[]])
     assert row["candidates"] == report.candidates
     assert "candidates" in analyze.COLUMNS
-
-
-def test_predictions_say_where_the_screen_pays() -> None:
-    report = sparsity.LayerSparsity(
-        *("mlp", 0, True, K, N, 8, 512, 8.0, 8, 9, 9, 8.0, 0.0, 0.0, 0.0, 0),
-        unions={128: 0.3},
-        hottest={},
-        candidates=0.31,
-    )
-    assert prediction.predict(report, prediction.Call(1024, False), SCREENS).strategy == "union+screen"
-    assert prediction.predict(report, prediction.Call(1024, False), TABLE).strategy in ("row", "union")

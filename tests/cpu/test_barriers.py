@@ -91,7 +91,6 @@ def released_by_all(ring: Any, state: Any, lane: Any) -> Any:
 
 
 def changed(function: Any, **change: Any) -> Any:
-    """Return a function of the compiler with other arguments."""
     return lambda *arguments, **given: function(*arguments, **given | change)
 
 

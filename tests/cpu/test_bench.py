@@ -156,7 +156,6 @@ def test_a_recorded_layer_is_timed_with_its_own_sizes(bench: Callable[..., Resul
 
 
 def assert_no_speed(row: dict[str, Any]) -> None:
-    """Check that no figure of the row is derived from a time."""
     names = "ms min_ms p10_ms p90_ms tflops executed_tflops l2_gather_gbs memory_gbs floor_share kernels"
     names += " speedup_eager speedup_compiled speedup_dense energy_mj queued_ms waited_ms queued_speedup"
     assert {name: row[name] for name in names.split() if row[name] is not None} == {}
@@ -327,8 +326,6 @@ def test_ctrl_c_leaves_what_was_measured(
 
 
 class Known(Device):
-    """A device that reports memory."""
-
     def peak(self, call: Call) -> int | None:
         call(0)
         return 4096

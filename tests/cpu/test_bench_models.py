@@ -14,8 +14,7 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from profiling.bench import main, models_random, models_run
-from profiling.bench.energy import Energy
-from profiling.bench.models_random import LlamaSizes, Pattern, parse_sizes
+from profiling.bench.models_random import Pattern, parse_sizes
 from profiling.bench.models_run import Settings, Subject, Training
 from tests.cpu import saved_models
 from twell import functional
@@ -43,12 +42,6 @@ def subject() -> Subject:
 
 
 # Random models
-
-
-def test_shapes_of_ones_own() -> None:
-    assert parse_sizes("1.5B") == LlamaSizes("1.5B", 28, 2048, 5632, 32, 49152)
-    assert parse_sizes("4x256x704") == LlamaSizes("4x256x704", 4, 256, 704, 4, 49152)
-    assert parse_sizes("4x256x704x8x1000") == LlamaSizes("4x256x704x8x1000", 4, 256, 704, 8, 1000)
 
 
 def test_layers_fire_as_many_neurons_as_wanted() -> None:
@@ -234,26 +227,6 @@ def test_a_pass_too_large_for_memory_is_red(monkeypatch: pytest.MonkeyPatch, sub
 
 
 # Energy and memory
-
-
-class Meter:
-    """An ``EnergyMeter`` that runs three calls, each of 2 J, half of which an idle GPU takes."""
-
-    method = "total_energy_counter"
-
-    def measure(self, call: Any, seconds: float) -> Energy:
-        for _ in range(3):
-            call()
-        return Energy(6.0, seconds, 3, 3.0)
-
-
-def test_energy_of_a_token(subject: Subject) -> None:
-    meter: Any = Meter()
-    rows = models_run.run_op(subject, "forward", settings(energy_seconds=1.5), meter)
-    for row in rows:
-        assert row.mj_per_token == pytest.approx(6000 / (3 * 128))
-        assert row.mj_per_token_idle_corrected == pytest.approx(3000 / (3 * 128))
-        assert (row.energy_calls, row.energy_seconds) == (3, 1.5)
 
 
 def test_what_a_training_pass_keeps(subject: Subject) -> None:

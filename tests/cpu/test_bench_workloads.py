@@ -16,7 +16,6 @@ from twell.commands.request import RequestError
 
 @pytest.fixture(autouse=True)
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the workloads that a test draws."""
     own = dict(testing.WORKLOADS)
     for module in (testing, testing.workloads, workloads):
         monkeypatch.setattr(module, "WORKLOADS", own)

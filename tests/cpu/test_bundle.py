@@ -15,7 +15,6 @@ PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 @pytest.fixture(scope="module")
 def bundle(wheel: Path, root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle for this Python."""
     out = tmp_path_factory.mktemp("bundle") / "bundle"
     command = [sys.executable, str(root / "tools" / "bundle.py"), "--wheel", str(wheel), "--python", PYTHON]
     subprocess.run([*command, "--out", str(out)], check=True)

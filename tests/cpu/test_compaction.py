@@ -49,7 +49,6 @@ def layer_of(p: FFN, gated: bool, **options: Any) -> MLP:
 
 
 def fired(p: FFN) -> Tensor:
-    """Return int64 [N]: how often each neuron fires, in float64."""
     return (testing.float64_gate(p) != 0).sum(0)
 
 
@@ -71,7 +70,6 @@ def kept_of(mlp: nn.Module) -> Tensor:
 
 
 def half(n: int = N) -> Tensor:
-    """A mask of 264 neurons."""
     mask = torch.zeros(n, dtype=torch.bool)
     mask[torch.randperm(n, generator=torch.Generator().manual_seed(0))[:264]] = True
     return mask

@@ -26,7 +26,6 @@ SMALL = "--device cpu --layers 2 --hidden 32 --intermediate 264 --context 32".sp
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve small text files, and files that are not text."""
     root = tmp_path_factory.mktemp("text")
     (root / "below").mkdir()
     for i in range(12):
@@ -230,17 +229,3 @@ def test_model_is_causal() -> None:
         a, b = network(tokens).logits, network(other).logits
     torch.testing.assert_close(a[0, :10], b[0, :10])
     assert not torch.allclose(a[0, 10:], b[0, 10:])
-
-
-def test_l1_makes_the_gate_sparse(folder: Path) -> None:
-    text = corpus.read_corpus(folder, 0, 264).train
-    last = []
-    for l1 in (0.0, 0.1):
-        torch.manual_seed(0)
-        network = model.ByteModel(model.ModelShape(1, 32, 256, 32))
-        schedule = model.Schedule(8, 3e-3, l1, None, 40, 1)
-        readings: list[model.Reading] = []
-        model.train(network, text, schedule, 0, readings.append, lambda: None)
-        assert readings[-1].loss < readings[0].loss - 1
-        last.append(readings[-1].non_zeros)
-    assert last[1] < 0.5 * last[0]

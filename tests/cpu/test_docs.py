@@ -73,13 +73,11 @@ def blocks(path: Path) -> list[Block]:
 
 
 def prose(path: Path) -> str:
-    """Return a page without its blocks and its code in backquotes."""
     text = re.sub(r"(?ms)^\s*(`{3,}).*?^\s*\1$", "", path.read_text(encoding="utf-8"))
     return re.sub(r"(?<!\})`[^`\n]+`", "", text)
 
 
 def headings(path: Path) -> set[str]:
-    """Return the anchors that GitHub makes from a page's headings."""
     text = re.sub(r"(?ms)^(`{3,}).*?^\1$", "", path.read_text(encoding="utf-8"))
     titles = re.findall(r"(?m)^#+ (.*)$", text)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -106,7 +104,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def documented(site: Path) -> set[str]:
-    """Return the names of Python objects in the site's inventory."""
     content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     lines = zlib.decompress(content).decode().splitlines()
     return {line.split(" ", 1)[0] for line in lines if " py:" in line}
@@ -344,7 +341,6 @@ def shell_commands(path: Path) -> Iterator[Command]:
 
 @functools.cache
 def script_help(script: str, *command: str) -> str:
-    """Return the output of a script's ``--help``."""
     printed, saved = io.StringIO(), (sys.argv, sys.path[:])
     # modules of the checkout run from its root, others from their folder
     module = script.startswith(("profiling", "tests"))

@@ -55,7 +55,6 @@ def generate(model: nn.Module) -> Tensor:
 
 
 def decoding(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model after its first inference call."""
     model = make().eval()
     # blocks that ``sparsify_`` replaced may be in cycles
     gc.collect()

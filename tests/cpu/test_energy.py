@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,11 +19,12 @@ IDLE, BUSY = 100.0, 600.0  # watts
 UUIDS = [f"{number}0000000-0000-4000-8000-00000000000{number}" for number in range(3)]
 
 
-class Clock:
-    """A clock that advances with sleep, and slightly with each look."""
+class Board:
+    """A GPU that draws BUSY watts while a call runs, and the clock of its host; its counter moves in ``step``s."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    def __init__(self, step: float = 0.1) -> None:
+        self.step, self.now = step, 1000.0
+        self.busy: list[tuple[float, float]] = []
 
     def perf_counter(self) -> float:
         self.now += 1e-6
@@ -32,42 +33,28 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-
-class Board:
-    """A GPU that draws BUSY watts while a call runs; its counter moves in steps of ``step`` seconds."""
-
-    def __init__(self, clock: Clock, step: float = 0.1) -> None:
-        self.clock, self.step = clock, step
-        self.busy: list[tuple[float, float]] = []
-
     def run(self, seconds: float) -> None:
-        self.busy.append((self.clock.now, self.clock.now + seconds))
-        self.clock.now += seconds
-
-    def joules(self, until: float) -> float:
-        return IDLE * until + (BUSY - IDLE) * sum(max(0.0, min(end, until) - start) for start, end in self.busy)
+        self.busy.append((self.now, self.now + seconds))
+        self.now += seconds
 
     def counter(self) -> int:
-        moved = self.clock.now // self.step * self.step
-        return round(self.joules(moved) * 1e3)
-
-
-class FakeError(Exception):
-    """NVMLError."""
+        until = self.now // self.step * self.step
+        busy = sum(max(0.0, min(end, until) - start) for start, end in self.busy)
+        return round((IDLE * until + (BUSY - IDLE) * busy) * 1e3)
 
 
 class Nvml(ModuleType):
     """The used part of pynvml, with the GPUs of UUIDS in NVML's own order."""
 
-    NVMLError = FakeError
+    class NVMLError(Exception): ...
 
-    def __init__(self, board: Board | None = None, **missing: bool) -> None:
+    def __init__(self, board: Board, missing: str = "") -> None:
         super().__init__("pynvml")
         self.board, self.missing = board, missing
 
     def _check(self, what: str) -> None:
-        if self.missing.get(what):
-            raise FakeError(f"{what} not supported")
+        if self.missing == what:
+            raise self.NVMLError(f"{what} not supported")
 
     def nvmlInit(self) -> None:
         self._check("init")
@@ -76,68 +63,40 @@ class Nvml(ModuleType):
         # an instance of a divided GPU is not found by the UUID that torch gives
         self._check("uuid")
         if uuid.removeprefix("GPU-") not in UUIDS:
-            raise FakeError("not found")
+            raise self.NVMLError("not found")
         return uuid.removeprefix("GPU-")
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:
         self._check("counter")
-        assert self.board is not None
         return self.board.counter()
 
 
-class FakeEvent:
-    def record(self, stream: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+Install = Callable[..., Board]
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made_up = Clock()
-    monkeypatch.setattr(energy, "time", made_up)
-    return made_up
-
-
-@pytest.fixture
-def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[int]], None]:
-    """Let torch see these GPUs, in this order."""
-
-    def choose(order: list[int]) -> None:
-        gpus = [SimpleNamespace(uuid=UUIDS[i]) for i in order]
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    def with_gpus(board: Board, order: Sequence[int] = (0,), missing: str = "") -> Board:
+        monkeypatch.setattr(energy, "time", board)
+        monkeypatch.setitem(sys.modules, "pynvml", Nvml(board, missing))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpus[index])
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: None)
-        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+        gpus = [SimpleNamespace(uuid=UUIDS[i]) for i in order]
+        monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
+        for name in ("synchronize", "current_stream", "Event"):
+            monkeypatch.setattr(torch.cuda, name, MagicMock())
+        return board
 
-    choose([0])
-    return choose
-
-
-def install(monkeypatch: pytest.MonkeyPatch, nvml: Nvml) -> Nvml:
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    return nvml
+    return with_gpus
 
 
 @pytest.mark.parametrize("duration", [0.001, 0.15, 0.33])
-def test_energy_is_the_difference_of_the_counter(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], duration: float
-) -> None:
-    board = Board(clock)
-    install(monkeypatch, Nvml(board))
+def test_energy_is_the_difference_of_the_counter(install: Install, duration: float) -> None:
+    board = install(Board())
     meter = EnergyMeter()
     assert meter.idle_watts(2.0) == pytest.approx(IDLE, rel=1e-3)
-    calls = 0
-
-    def call() -> None:
-        nonlocal calls
-        calls += 1
-        board.run(duration)
-
-    found = meter.measure(call, 2.0)
+    found = meter.measure(lambda: board.run(duration), 2.0)
+    calls = len(board.busy)
     assert found.calls == calls
     assert 2.0 <= found.seconds < 2.0 + duration + 0.01
     assert found.seconds == pytest.approx(calls * duration, rel=0.01)
@@ -147,11 +106,8 @@ def test_energy_is_the_difference_of_the_counter(
     assert found.net_joules == pytest.approx(calls * duration * (BUSY - IDLE), rel=0.01)
 
 
-def test_a_counter_that_stands_still_is_no_energy(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None]
-) -> None:
-    board = Board(clock, step=1e6)
-    install(monkeypatch, Nvml(board))
+def test_a_counter_that_stands_still_is_no_energy(install: Install) -> None:
+    board = install(Board(step=1e6))
     meter = EnergyMeter()
     meter.idle = IDLE
     for use in (lambda: meter.idle_watts(1.0), lambda: meter.measure(lambda: board.run(0.5), 1.0)):
@@ -160,22 +116,17 @@ def test_a_counter_that_stands_still_is_no_energy(
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (2,), (1, 0)])
-def test_finds_the_gpu_that_torch_means(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], order: tuple[int, ...]
-) -> None:
+def test_finds_the_gpu_that_torch_means(install: Install, order: tuple[int, ...]) -> None:
     """NVML numbers all GPUs; torch numbers those of CUDA_VISIBLE_DEVICES, in its order."""
-    visible(list(order))
-    install(monkeypatch, Nvml(Board(clock)))
+    install(Board(), order)
     for index, physical in enumerate(order):
         assert EnergyMeter(torch.device("cuda", index))._handle == UUIDS[physical]
     assert EnergyMeter()._handle == EnergyMeter(torch.device("cuda"))._handle == UUIDS[order[0]]
 
 
 @pytest.mark.parametrize("missing", ["init", "uuid", "counter"])
-def test_what_nvml_cannot_read_is_refused(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock, visible: Callable[[list[int]], None], missing: str
-) -> None:
-    install(monkeypatch, Nvml(Board(clock), **{missing: True}))
+def test_what_nvml_cannot_read_is_refused(install: Install, missing: str) -> None:
+    install(Board(), missing=missing)
     with pytest.raises(RequestError, match=f"--energy: NVML does not count the energy of cuda:0, .*: {missing} not"):
         open_meter(torch.device("cuda"))
     with pytest.raises(RequestError, match="--energy needs a CUDA device, got cpu"):

@@ -22,7 +22,6 @@ from twell.recipe import _writers
 
 
 def make(path: Path, kind: str, text: str) -> None:
-    """A file of ``text``, or a folder with two such files."""
     if kind == "file":
         path.write_text(text)
         return
@@ -32,7 +31,6 @@ def make(path: Path, kind: str, text: str) -> None:
 
 
 def read(path: Path) -> list[str]:
-    """Return the texts of all files; empty if there are none."""
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
     return [file.read_text() for file in files]
 
@@ -44,7 +42,6 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
 def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the file system can swap two names in one step."""
     if not request.param:
 
         def rename(*_: Any) -> int:

@@ -52,7 +52,6 @@ def spread(scale: Tensor, shape: torch.Size, granularity: Granularity) -> Tensor
 
 
 def rounded_up(scale: Tensor) -> Tensor:
-    """The least value of bfloat16 that is not smaller."""
     nearest = scale.bfloat16()
     up = torch.nextafter(nearest, torch.tensor(math.inf, dtype=BF16))
     return torch.where(nearest.float() < scale, up, nearest).float()

@@ -52,7 +52,6 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layer(cls: Any = SparseGatedMLP, strategy: Any = "union", bias: bool = False) -> Any:
-    """A layer for inference, its down weight by rows."""
     made = cls(K, N, bias, strategy=strategy, dtype=BF16).eval().requires_grad_(False)
     set_down_layout(made, "rows")
     return made

@@ -33,7 +33,6 @@ BOTH = pytest.mark.parametrize("ffn", [gated, plain])
 
 
 def real_problem(m: int, n: int, k: int, dtype: torch.dtype, bias: bool = False) -> testing.FFN:
-    """Normal values with about a tenth of the gate positive."""
     w = [torch.randn(n, k) / k**0.5 for _ in range(3)]
     x = torch.randn(m, k)
     x[:, 0], w[0][:, 0] = 1.0, -1.3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -17,35 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import family, sanitize
+from tests import sanitize
 from tests.cpu import fake_gpu
 from tests.fuzz import run as fuzz
-from twell import tuning
-from twell._runtime import device, geometry, kernel_module, program, specs
-from twell.strategy import tables
+from twell._runtime import kernel_module, program, specs
 from twell.testing.calls import caller
 from twell.testing.case import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
-def test_the_family_of_the_gpu_decides_what_is_drawn(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device, "capability", lambda index: capability)
-    gpu = torch.device("cuda")
-    assert family.is_portable(gpu) == (capability == (8, 0))
-    assert not family.is_portable(CPU)
-    monkeypatch.setattr(tuning, "family", tuning.family)
-    monkeypatch.setattr(tables, "_on", lambda index: tables.SHIPPED)
-    family.run_portable()
-    assert family.is_portable(gpu)
-    # "auto" never chooses what the family lacks
-    assert not tables.in_use(gpu).screens
-    assert tables.in_use(gpu).union_neurons == geometry.PORTABLE_UNION_NEURONS
 
 
 # Results
@@ -162,14 +142,12 @@ def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch:
 
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU stands in for the GPU."""
     monkeypatch.setattr(sanitize, "has_gpu", lambda: True)
     monkeypatch.setattr(sanitize, "usable", lambda device: True)
     monkeypatch.setattr(sanitize, "moved_to", lambda device, t: t)
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Case, dict[str, Tensor]], None]) -> None:
-    """Change what calls of cases return."""
     plain = caller
 
     def made(case: Case, operands: Any) -> Any:
@@ -221,27 +199,3 @@ def test_runs_with_other_bits_are_found(monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(SystemExit):
         sanitize.main(["--tool", "memcheck", "--repeats", "3"])
     assert "--repeats is without --tool" in capsys.readouterr().err
-
-
-FAKE = """#!/bin/sh
-if [ "$1" = --help ]; then echo "--error-exitcode  --report-api-errors --print-limit"; exit 0; fi
-echo "$@" >> {log}
-echo "caching $PYTORCH_NO_CUDA_MEMORY_CACHING blocking $CUDA_LAUNCH_BLOCKING" >> {log}
-exit {status}
-"""
-
-
-@pytest.mark.usefixtures("as_if_on_a_gpu")
-def test_the_sanitizer_gets_the_options_that_it_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log, program = tmp_path / "log", tmp_path / "compute-sanitizer"
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    # of clean runs, of those that left cases out, and of those with reports
-    for status, said in ((0, 0), (sanitize.LEFT, sanitize.LEFT), (99, 1)):
-        program.write_text(FAKE.format(log=log, status=status))
-        program.chmod(0o755)
-        log.unlink(missing_ok=True)
-        assert sanitize.main(["--tool", "memcheck", "--op", "row", "pack", "--case", "light", "empty"]) == said
-        asked, environment = log.read_text().splitlines()
-        assert asked.startswith("--tool memcheck --report-api-errors no --error-exitcode 99 --print-limit 0 ")
-        assert asked.endswith("sanitize.py --limit-s 60 --op row pack --case light empty")
-        assert environment == "caching 1 blocking 1"

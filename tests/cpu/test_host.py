@@ -70,20 +70,16 @@ def tensor(code: list[int]) -> torch.Tensor:
 
 
 def given() -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors that a program of ``OPERAND`` and ``SCRATCH`` takes."""
     return torch.zeros(3, 4), torch.zeros(SCRATCH, dtype=torch.uint8)
 
 
 def seen(argument: Any) -> Any:
-    """What a kernel sees of an argument."""
     if not isinstance(argument, tvm_ffi.Tensor):
         return argument
     return argument.data_ptr(), str(argument.dtype), tuple(argument.shape), tuple(argument.strides)
 
 
 class Recorder:
-    """Kernels that keep what they were called with."""
-
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[Any]]] = []
 
@@ -113,9 +109,7 @@ def altered(x: torch.Tensor, **fields: int) -> Any:
         (0, lambda: torch.zeros(3, 4, dtype=torch.int32)),
         (0, lambda: torch.zeros(3, 4, dtype=torch.float64)),
         (0, lambda: torch.zeros(12)),
-        (0, lambda: torch.zeros(3, 4, 1)),
         (0, lambda: torch.zeros(4, 4)),
-        (0, lambda: torch.zeros(3, 5)),
         (0, lambda: torch.zeros(0, 4)),
         (0, lambda: torch.zeros(4, 3).t()),
         (0, lambda: torch.zeros(3, 8)[:, :4]),
@@ -127,7 +121,6 @@ def altered(x: torch.Tensor, **fields: int) -> Any:
         (0, lambda: altered(torch.zeros(3, 4), byte_offset=8)),
         (2, lambda: torch.zeros(SCRATCH - 1, dtype=torch.uint8)),
         (2, lambda: torch.zeros(SCRATCH, dtype=torch.int8)),
-        (2, lambda: torch.zeros(SCRATCH, 1, dtype=torch.uint8)),
         (2, lambda: torch.zeros(2 * SCRATCH, dtype=torch.uint8)[::2]),
         (2, lambda: torch.zeros(SCRATCH + 1, dtype=torch.uint8)[1:]),
         # the device is that of the first tensor
@@ -216,19 +209,13 @@ OPERAND_AT, SCRATCH_AT, COUNT_AT, ARGUMENTS_AT, VIEW_AT = 7, 13, 14, 15, 19
         ({0: 2}, "expected code of format 1, got format 2"),
         ({1: 0}, "expected 1 to 64 tensors given, got 0"),
         ({2: 1 << 62}, f"expected 0 to 27 in word 2 of code, got {1 << 62}"),
-        ({3: 2}, "expected 31 numbers of code by its header, got 27"),
         ({4: 2}, "expected 2 kernels, got 1"),
-        ({5: 1}, "expected 25 numbers of code by its header, got 27"),
         ({5: 1, 6: 3}, "expected 1 more dimensions of operands, got none"),
-        ({5: 3, 6: 1}, "expected a tensor of up to 1 dimensions, got 2"),
         ({OPERAND_AT: 1 << 32}, f"expected a dtype with bits and lanes, got {1 << 32}"),
-        ({OPERAND_AT: 32 << 8}, "expected a dtype with bits and lanes, got 8192"),
-        ({OPERAND_AT: 1 << 16}, "expected a dtype with bits and lanes, got 65536"),
         ({OPERAND_AT + 1: 1}, "expected 1 more dimensions of operands, got none"),
         ({OPERAND_AT + 2: -3}, "expected lengths and strides from 0 on, got -3"),
         ({OPERAND_AT + 2: 1 << 61}, f"expected a tensor of up to {2**63 - 1} bytes, got a larger one"),
         ({OPERAND_AT + 4: 1 << 62}, f"expected a tensor of up to {2**63 - 1} bytes, got a larger one"),
-        ({OPERAND_AT + 4: 1 << 61}, f"expected a tensor of up to {2**63 - 1} bytes, got a larger one"),
         ({SCRATCH_AT: -1}, "expected bytes of scratch, got -1"),
         ({COUNT_AT: 1}, "expected 1 more arguments of launches, got none"),
         ({COUNT_AT: 3}, "expected a launch of up to 2 arguments, got 3"),
@@ -237,9 +224,6 @@ OPERAND_AT, SCRATCH_AT, COUNT_AT, ARGUMENTS_AT, VIEW_AT = 7, 13, 14, 15, 19
         ({ARGUMENTS_AT + 3: 1}, "expected the index of one of 1 tensors, got 1"),
         ({VIEW_AT: 2}, "expected a view of one of 2 tensors, got 2"),
         ({VIEW_AT + 1: -4}, "expected a view within 256 bytes of tensor 1, got 256 at -4"),
-        ({VIEW_AT + 1: 1}, "expected a view within 256 bytes of tensor 1, got 256 at 1"),
-        ({VIEW_AT: 0}, "expected a view within 48 bytes of tensor 0, got 256 at 0"),
-        ({VIEW_AT + 3: 1}, "expected 1 more dimensions of views, got none"),
         ({VIEW_AT + 5: 9}, "expected a view within 256 bytes of tensor 1, got 260 at 0"),
     ],
 )
@@ -338,22 +322,6 @@ def test_kernels_live_as_long_as_the_program(maker: host.Maker) -> None:
         assert reference() is None
 
 
-def test_what_a_kernel_returns_is_let_go(maker: host.Maker) -> None:
-    class Value:
-        pass
-
-    references = []
-
-    def kernel() -> Value:
-        value = Value()
-        references.append(weakref.ref(value))
-        return value
-
-    assert maker(tensor(encoded([[], []])), kernel, kernel)(*given()) == 0
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
-
-
 def test_threads_run_one_program_at_the_same_time(maker: host.Maker) -> None:
     """And a kernel may run the program that it is in."""
     calls, local, wrong = 300, threading.local(), []
@@ -393,7 +361,6 @@ def test_threads_run_one_program_at_the_same_time(maker: host.Maker) -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -448,12 +415,6 @@ class TestFind:
         assert why == "C (libtwell_host.so)"
         assert not said.records
 
-    def test_nothing_is_wrong_where_there_is_none(self, tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
-        maker, why = host.find(tmp_path / "libtwell_host.so")
-        assert maker is None
-        assert why == "Python (no libtwell_host.so: `pip install .` or `make wheel` in a checkout builds it)"
-        assert not said.records
-
     def test_debugging_and_ranges_run_in_python(self, host_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as inside:
             inside.setenv("TWELL_DEBUG", "1")
@@ -487,16 +448,6 @@ class TestFind:
         (record,) = said.records
         assert record.levelno == logging.WARNING
         assert f"{library} cannot be used, and launches take longer; install twell again" in record.getMessage()
-
-    def test_a_library_of_another_format_is_not_used(
-        self, host_library: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
-    ) -> None:
-        monkeypatch.setattr(host, "FORMAT", 2)
-        for _ in range(2):
-            maker, why = host.find(host_library)
-            assert maker is None
-            assert why == "Python (libtwell_host.so cannot be used: expected code of format 1, got format 2)"
-        assert [record.levelname for record in said.records] == ["WARNING"]
 
     def test_the_choice_is_made_and_logged_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture

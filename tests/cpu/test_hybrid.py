@@ -35,7 +35,6 @@ def parts(kept: Tensor, p: testing.FFN) -> hybrid.Kept:
 
 
 def upstream(p: testing.FFN, l1: float = 0.5) -> tuple[Tensor, Tensor]:
-    """Return integers for dy, and dl1 in the dtype that goes with x's."""
     dy = torch.randint(-2, 3, p.x.shape).to(p.x.dtype)
     return dy, torch.tensor(l1, dtype=hybrid.accumulator(p.x.dtype))
 

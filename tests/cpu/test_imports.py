@@ -95,7 +95,6 @@ BY_STRING = {"twell.__init__", "twell._runtime.__init__", "cute_kernels.compile"
 
 
 def modules() -> list[str]:
-    """Return every module of both trees, packages as NAME.__init__."""
     found = []
     for package, folder in TREES.items():
         for path in sorted(folder.rglob("*.py")):

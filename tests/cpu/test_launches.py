@@ -46,7 +46,6 @@ def launched_early(tree: ast.AST) -> set[str]:
 
 
 def violations(source: str) -> list[str]:
-    """Return the violations of the rule in a module."""
     tree, found = ast.parse(source), []
     early = launched_early(tree)
     for kernel in functions(tree):

@@ -22,7 +22,6 @@ def draw(source: random.Random) -> Tensor:
 
 
 def places(tensor: Tensor) -> list[int]:
-    """The address of each element's first byte."""
     (rows, columns), (down, across), size = tensor.shape, tensor.stride(), tensor.element_size()
     return [tensor.data_ptr() + (i * down + j * across) * size for i in range(rows) for j in range(columns)]
 

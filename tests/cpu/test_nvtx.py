@@ -85,32 +85,6 @@ def test_off_is_as_if_it_were_not_there() -> None:
 
 
 class TestRange:
-    def test_payload_category_and_nesting(self, on: ModuleType, recorder: Recorder) -> None:
-        with on.range("a", category=on.BACKWARD, m=3, share=0.5, dtype=torch.bfloat16, strategy="row", absent=None):
-            # none inside its own name; the category is inherited
-            with on.range("a", m=1), on.range("b"):
-                pass
-            with on.range("c", category=on.FORWARD):
-                pass
-        with on.range("d"):
-            pass
-        payload = {"m": 3, "share": 0.5, "dtype": "bfloat16", "strategy": "row"}
-        assert recorder.events[0] == (0, "a", "backward", payload)
-        assert [event[:3] for event in recorder.events[1:]] == [
-            (1, "b", "backward"),
-            (1, "c", "training forward"),
-            (0, "d", "inference"),
-        ]
-        assert recorder.depth == 0
-
-    def test_ends_with_an_error(self, on: ModuleType, recorder: Recorder) -> None:
-        with pytest.raises(ZeroDivisionError), on.range("a"), on.range("b"):
-            raise ZeroDivisionError
-        with on.range("b"):
-            pass
-        assert [event[:2] for event in recorder.events] == [(0, "a"), (1, "b"), (0, "b")]
-        assert recorder.depth == 0
-
     def test_threads_have_their_own_and_attributes_are_made_once(self, on: ModuleType, recorder: Recorder) -> None:
         def other() -> None:
             for m in (1, 2, 1, 2):
@@ -239,7 +213,6 @@ def environment(**variables: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str, str, dict[str, Any]]]]:
-    """The events of many calls, keyed by call."""
     folder = tmp_path_factory.mktemp("recording")
     (folder / "nvtx.py").write_text(PACKAGE)
     information = folder / "nvtx-0.2.17.dist-info"

@@ -22,7 +22,6 @@ BF16 = torch.bfloat16
 
 
 def integers(*shape: int, dtype: torch.dtype = BF16, low: int = -2, high: int = 3) -> Tensor:
-    """Integers so small that every sum is exact."""
     return torch.randint(low, high, shape).to(dtype)
 
 
@@ -70,7 +69,6 @@ def bounds_of(o: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gate_of(o: dict[str, Tensor | None]) -> Tensor:
-    """The gate before its activation, of sums that are exact."""
     gate = o["x"].float() @ o["w_gate"].float().t()
     return (gate if o["b_gate"] is None else gate + o["b_gate"].float()).to(o["x"].dtype)
 

@@ -15,7 +15,6 @@ from twell._runtime import packaged
 
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``_lib`` of the wheel."""
     if packaged.architectures():
         return packaged.FOLDER
     place = tmp_path_factory.mktemp("packaged")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 
 from profiling.engine import __main__ as engine
-from profiling.engine import generate, mixture, models, one
+from profiling.engine import generate, mixture, models
 
 TINY = ["--model", "2x64x256x2x256", "--nnz", "8", "--device", "cpu"]
 
@@ -109,50 +106,6 @@ def test_engines_run_one_at_a_time(tmp_path: Path) -> None:
     ran = [line[2:5] for line in lines if line[2] == "slow"]
     asked = itertools.product("01", ("run", "run", "run", "end"))
     assert ran == [["slow", *line] for line in asked]
-
-
-class LLM:
-    """vLLM's engine, whose requests make a token in each step until they are aborted; ``did``: what it was asked."""
-
-    did: ClassVar[list[str]] = []
-
-    def __init__(self, *_: Any, **options: Any) -> None:
-        self.llm_engine, self.made = self, Counter[str]()
-
-    def generate(self, rows: list[Any], *_: Any, **options: Any) -> list[Any]:
-        self.did.append("generate")
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1])]) for _ in rows]
-
-    def collective_rpc(self, what: Any, args: Any = ()) -> list[Any]:
-        self.did.append(what.__name__)
-        return [1.5 if what.__name__ == "replay" else None]
-
-    def add_request(self, name: str, *_: Any) -> None:
-        self.made[name] = 0
-
-    def step(self) -> list[Any]:
-        self.made.update(list(self.made))
-        outputs = [(name, SimpleNamespace(token_ids=[1] * count)) for name, count in self.made.items()]
-        return [SimpleNamespace(request_id=name, outputs=[output]) for name, output in outputs]
-
-    def abort_request(self, names: list[str]) -> None:
-        self.made.clear()
-
-    def has_unfinished_requests(self) -> bool:
-        return bool(self.made)
-
-
-def test_an_engine_runs_and_times_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vllm = SimpleNamespace(LLM=LLM, SamplingParams=SimpleNamespace, __version__="0")
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr(sys, "stdin", list(engine.lines(2, 2)))
-    monkeypatch.setattr(os, "environ", {})
-    (tmp_path / "prompts.json").write_text(json.dumps({"8": [[1] * 8] * 4}))
-    spec = {"folder": str(tmp_path), "name": "auto", "model": "", "cache_bytes": 1, "options": {}}
-    one.main(json.dumps(spec | {"workloads": [[8, 2, 4], [8, 4, 1]]}))
-    assert LLM.did.count("generate") == 6
-    rows = json.loads((tmp_path / "auto.json").read_text())["workloads"]
-    assert [row["step_ms"] for row in rows] == [1.5, None]
 
 
 def test_tokens_of_engines_are_compared() -> None:

@@ -27,7 +27,6 @@ K, N = 64, 264
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny layers, and as few calls as possible."""
     small: dict[str, Any] = {"HIDDEN": K, "NEURONS": N, "MANY": 64, "FEW": 8, "SETTLING": 1}
     small["HOST_CALLS"] = ((host.FORWARD, 16), (host.ONE_THREAD, 32), (host.STEP, 32))
     small["LAYERS"] = {True: (((K, N),), (1, 8, 16)), False: (((32, N),), (8,))}

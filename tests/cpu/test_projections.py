@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("seeded")
 
 
 def pairs() -> tuple[Any, Any]:
-    """A sparse pair, and the dense one."""
     dense = Pair().to(BF16)
     sparse = copy.deepcopy(dense)
     pair_up(sparse, ("fc1", "fc2"), "act", (), {"strategy": "row"})
@@ -318,7 +317,6 @@ def test_children_of_a_pair_that_are_changed_later(name: str, change: str) -> No
 
 
 def new_state(mlp: nn.Module) -> dict[str, Tensor]:
-    """Other weights, contiguous as in a file."""
     draw = torch.Generator().manual_seed(7)
     return {a: torch.randn(t.shape, generator=draw).div(t.shape[-1] ** 0.5).to(t) for a, t in mlp.state_dict().items()}
 

@@ -25,7 +25,6 @@ TRAINING = {"wants": "x+w_gate+w_up+w_down", "aux": True}
 
 
 def cases(strategy: str, sizes: dict[str, Any], dtype: str, wants: Any = (), count: int = 40) -> list[Case]:
-    """Draws that differ only in the numbers."""
     how = {"strategy": strategy, "dtype": dtype, "exact": False, **sizes, **dict(wants)}
     return [Case("layer", **how, seed=seed) for seed in range(count)]
 
@@ -51,12 +50,10 @@ def test_every_row_is_within_the_bound(wants: Any, strategy: str, sizes: dict[st
 
 
 def drops_a_nonzero(gate: Tensor) -> None:
-    """The largest value is missing."""
     gate.view(-1)[gate.argmax()] = 0
 
 
 def rounds_again(gate: Tensor) -> None:
-    """All values lose two bits."""
     gate.copy_((gate.view(torch.int16) & ~3).view(gate.dtype))
 
 

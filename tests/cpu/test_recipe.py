@@ -45,7 +45,6 @@ def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None
 
 
 def unread(model: nn.Module) -> list[Any]:
-    """Return the figures that layers still hold."""
     held: list[Any] = []
     for layer in recipe.layers(model).values():
         recorder: Any = layer._recorder

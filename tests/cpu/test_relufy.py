@@ -54,7 +54,6 @@ def small(kind: str, end: int) -> Any:
 
 @pytest.fixture(scope="module")
 def dense(text: Path, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a dense model by its kind."""
     root = tmp_path_factory.mktemp("dense")
 
     def folder(kind: str) -> Path:

@@ -53,7 +53,6 @@ def metadata(folder: Path) -> Message:
 
 
 def requirements(metadata: Message, *extras: str) -> Iterator[Requirement]:
-    """Return twell's requirements with these extras."""
     for line in metadata.get_all("Requires-Dist", []):
         requirement = Requirement(line)
         if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
@@ -61,7 +60,6 @@ def requirements(metadata: Message, *extras: str) -> Iterator[Requirement]:
 
 
 def meet(ranges: list[SpecifierSet]) -> bool:
-    """Return whether a version is in all of these ranges."""
     bounds = {part.version for specifiers in ranges for part in specifiers if part.operator in ("==", ">=")}
     return any(all(specifiers.contains(bound) for specifiers in ranges) for bound in bounds)
 

@@ -393,7 +393,6 @@ class TestResolve:
 
 
 def fake_driver(**functions: Callable[..., tuple[Any, ...]]) -> SimpleNamespace:
-    """``cuda.bindings.driver`` of a machine with two devices."""
     ok = SimpleNamespace(name="CUDA_SUCCESS")
     attributes = {"sms": (132, 78), "major": (9, 8), "minor": (0, 6)}
     machine = SimpleNamespace(

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The command with a tiny model, on the CPU."""
     for module in (sae, activations):
         monkeypatch.setattr(module, "SHAPE", ModelShape(layers=2, hidden=32, intermediate=64, context=32))
     monkeypatch.setattr(sae, "LAYER", 1)

@@ -28,14 +28,12 @@ def gaussian(r: int, k: int) -> Tensor:
 
 
 def outliers(r: int, k: int) -> Tensor:
-    """A few columns a thousand times larger than the others."""
     rows = torch.randn(r, k)
     rows[:, torch.randperm(k)[: max(1, k // 256)]] *= 1000
     return rows
 
 
 def constant(r: int, k: int) -> Tensor:
-    """One value per row: the rotation of signs alone."""
     return torch.randn(r, 1).expand(r, k)
 
 
@@ -51,12 +49,10 @@ def one_value(r: int, k: int) -> Tensor:
 
 
 def denormals(r: int, k: int) -> Tensor:
-    """Values from denormal to one in the same row."""
     return torch.randn(r, k) * 2.0 ** -torch.randint(0, 133, (r, k))
 
 
 def far_apart(r: int, k: int) -> Tensor:
-    """Rows of all magnitudes that are screened, and beyond."""
     return torch.randn(r, k) * 2.0 ** torch.randint(-60, 45, (r, 1))
 
 
@@ -287,7 +283,6 @@ def test_no_value_needs_clamping(k: int) -> None:
 
 
 def weight(bias: Tensor) -> Tensor:
-    """A gate weight of a neuron per value of ``bias``."""
     return bias.new_empty((len(bias), 8))
 
 

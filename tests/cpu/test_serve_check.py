@@ -39,7 +39,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llama(saved: Path, tmp_path: Path) -> Path:
-    """A copy, to change."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 

@@ -21,8 +21,6 @@ FEW = "0.02"
 
 @pytest.fixture
 def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any], str]]:
-    """A function that soaks: its status, what it wrote, what it said."""
-
     def call(*words: str) -> tuple[int, dict[str, Any], str]:
         path = tmp_path / "soak.json"
         status = soak.main([*SHORT, "--minutes", FEW, *words, "--json", str(path)])

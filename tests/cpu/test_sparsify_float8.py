@@ -70,7 +70,6 @@ def tokens() -> Tensor:
 
 
 def run(model: Any, x: Tensor, place: int = 0) -> Tensor:
-    """What a feed-forward layer computes, stock or not."""
     if model.config.model_type == "opt":
         block = model.model.decoder.layers[place]
         return block.fc2(block.activation_fn(block.fc1(x)))

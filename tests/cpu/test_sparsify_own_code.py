@@ -17,7 +17,6 @@ from twell.commands import saved_model, sparsity
 
 
 def casting(m: nn.Module) -> nn.Sequential:
-    """A module whose linear layers cast their weights."""
     for parent in list(m.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
@@ -26,8 +25,6 @@ def casting(m: nn.Module) -> nn.Sequential:
 
 
 class CastsInCode(Plain):
-    """Plain linear layers, whose weights the code of the module casts."""
-
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(F.linear(x, self.up_proj.weight.to(x.dtype)))
         return F.linear(h, self.down_proj.weight.to(x.dtype))

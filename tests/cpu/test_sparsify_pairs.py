@@ -59,7 +59,6 @@ def test_a_pair_whose_first_layer_is_changed_afterwards(caplog: pytest.LogCaptur
 
 
 def square() -> nn.Sequential:
-    """A pair whose hidden state is as wide as x."""
     return nn.Sequential(Residual(n=K))
 
 
@@ -70,8 +69,6 @@ def sparse_square() -> Any:
 
 
 class Dropping(Wrapped):
-    """A wrapper that loses part of its layer's input."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(F.dropout(x, 0.5))
 

@@ -45,7 +45,6 @@ class Model(nn.Module):
 
 
 def batches(seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and outputs of a fixed function, without end."""
     generator = torch.Generator().manual_seed(seed)
     a, b = torch.randn(2, K, K, generator=generator) / math.sqrt(K)
     while True:
@@ -465,13 +464,6 @@ def test_no_graph_is_for_one_threshold(strategy: Any, compiled: bool) -> None:
         for ours, theirs in zip(*results):
             torch.testing.assert_close(ours, theirs)
     assert counter.frame_count == (1 if compiled else 0)
-
-
-def test_thresholds_that_move_are_shown() -> None:
-    layer = SparseMLP(K, N, activation="fatrelu")
-    layer.threshold = torch.tensor(1.0)
-    assert "threshold=a tensor" in repr(layer)
-    assert "changes during training" in twell.explain(layer).rows[0].reason
 
 
 def test_thresholds_in_tensors_are_read_where_they_can_be() -> None:

@@ -16,7 +16,6 @@ N = 264
 
 
 def problem(m: int) -> tuple[testing.FFN, Tensor]:
-    """A layer of integers, and thresholds of 0 to 4."""
     p = testing.integer_problem(m, 72, N, density=0.1, biases="gate up down", activation="fatrelu")
     return p, (torch.arange(N) % 5).bfloat16()
 

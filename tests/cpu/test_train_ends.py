@@ -311,7 +311,6 @@ def train_as_rank(rank: int, port: int, command: list[str], stop: bool) -> None:
 
 
 def two_ranks(command: list[str], stop: bool = False) -> list[int | None]:
-    """Train in two processes; return their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,16 +78,6 @@ def test_silu_is_a_stock_llama(run: Callable[..., int], tmp_path: Path, capsys: 
     assert not any(about[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.generate(torch.arange(5)[None] + 200, max_new_tokens=2, do_sample=False).shape == (1, 7)
 
-    # with the weights that ReLU begins with
-    shape = model.Shape(2, 32, 64, 2, 300)
-    both = [
-        model.build(shape, 32, config["eos_token_id"], "dense", torch.device("cpu"), 0, kind)
-        for kind in ("relu", "silu")
-    ]
-    first, second = (each.state_dict() for each in both)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
 
 def test_a_seed_decides_weights_and_order(run: Callable[..., int], tmp_path: Path) -> None:
     for out, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -160,36 +146,11 @@ def test_layers_share_what_is_compiled(run: Callable[..., int], tmp_path: Path, 
         assert a == pytest.approx(b, rel=1e-5)
 
 
-def test_threads_do_not_spin_unless_told_to(root: Path) -> None:
-    """OpenMP reads the environment as torch is imported."""
-    code = """
-import os, runpy, sys
-class Seen:
-    def find_spec(self, name, path=None, target=None):
-        if name == "torch":
-            print(os.environ.get("OMP_WAIT_POLICY"))
-            sys.exit()
-sys.meta_path.insert(0, Seen())
-runpy.run_path("examples/train.py", run_name="__main__")
-"""
-    unset = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    for environment, expected in ((unset, "passive"), ({**unset, "OMP_WAIT_POLICY": "active"}, "active")):
-        done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
-        assert done.stdout.split() == [expected], done.stderr
-
-
 def test_tensor_parallel_is_not_compiled() -> None:
     here = parallel.World(0, 2, "tp", torch.device("cpu"))
     choice = options.parse("", ["--text", "x", "--out", "x", "--compile"])
     with pytest.raises(RequestError, match="--compile: expected another mode than --parallel tp"):
         train.compiles(choice, here)
-    choice.compile = None
-    on_gpu = {mode: dataclasses.replace(here, mode=mode, device=torch.device("cuda")) for mode in ("tp", "fsdp", "")}
-    assert {mode: train.compiles(choice, world) for mode, world in on_gpu.items()} == {
-        "tp": False,
-        "fsdp": True,
-        "": True,
-    }
 
 
 def test_the_learning_rate_follows_its_schedule() -> None:

@@ -90,8 +90,6 @@ def callback(**options: Any) -> SparsityCallback:
 
 
 class AfterSteps(TrainerCallback):  # type: ignore[misc]
-    """Calls a function of the model after each step."""
-
     def __init__(self, function: Callable[[Any], object]) -> None:
         self.function = function
 
@@ -100,7 +98,6 @@ class AfterSteps(TrainerCallback):  # type: ignore[misc]
 
 
 def interrupt(model: Any) -> None:
-    """End a run as Ctrl-C does, after its first step."""
     raise KeyboardInterrupt
 
 

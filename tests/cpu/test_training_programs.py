@@ -108,8 +108,6 @@ def test_a_missing_gradient_of_l1_is_a_zero_of_the_format(gpu: FakeGpu) -> None:
 
 
 class Step:
-    """A layer of zeros whose operands are leaves, and one step of it."""
-
     def __init__(self, shape: tuple[int, ...] = (130, 64), *, gated: bool = True, frozen: str = "") -> None:
         k, n = shape[-1], 264
         sizes = {"x": shape, "w_gate": (n, k), **({"w_up": (n, k)} if gated else {}), "w_down": (n, k)}
@@ -255,8 +253,6 @@ def test_a_note_gets_the_counts_and_is_not_kept(gpu: FakeGpu) -> None:
 
 
 class Mode(TorchDispatchMode):
-    """A mode that sees all operators."""
-
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **(kwargs or {}))
 

@@ -72,7 +72,6 @@ def prompt(batch: int = 2, length: int = 9) -> Tensor:
 
 
 def out(model: Any, ids: Tensor | None = None) -> Tensor:
-    """Logits, or hidden states of a model without a head."""
     result: Tensor = model(input_ids=prompt() if ids is None else ids, use_cache=False)[0]
     return result
 
@@ -218,7 +217,6 @@ def test_a_trained_threshold_is_saved_for_each_model_of_a_wrapper(tmp_path: Path
 
 
 def tiny(kind: str, **fields: Any) -> Any:
-    """A model of a kind that has its own names for sizes."""
     sizes: dict[str, Any]
     if kind == "T5ForConditionalGeneration":
         sizes = {"d_model": K, "d_ff": N, "d_kv": 8, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}

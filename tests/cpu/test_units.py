@@ -22,7 +22,6 @@ def counts_of(sizes: list[int], quantum: int) -> units.Counts:
 
 
 def halved(counts: units.Counts, ctas: int) -> int:
-    """Return whether long units are cut, as ``deal_units`` decides."""
     return int(sum(units.left_halved(counts, ctas)) <= 2 * ctas and units.halving_pays(counts, ctas))
 
 
@@ -39,7 +38,6 @@ def find(sizes: list[int], deal: units.Deal, index: int, quantum: int) -> units.
 
 
 def dealt(deal: units.Deal) -> list[list[int]]:
-    """Return the indices of each CTA's units."""
     every: list[list[int]] = []
     for cta in range(deal.ctas):
         every.append([])
@@ -95,7 +93,6 @@ def test_units_of_a_cta_become_shorter_and_the_search_never_turns_back(ctas: int
 
 
 def sums(deal: units.Deal) -> list[int]:
-    """Return the cost of each CTA's units."""
     return [sum(units.slot_at(deal, index).chunks + 2 for index in own) for own in dealt(deal)]
 
 

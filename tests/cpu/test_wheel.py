@@ -35,14 +35,12 @@ def parts(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def built(parts: dict[str, str], request: pytest.FixtureRequest) -> Path:
-    """The wheel with these parts."""
     wheel: Path = request.getfixturevalue("wheel" if len(parts) == 1 else "whole_wheel")
     return wheel
 
 
 @pytest.fixture(scope="module")
 def contents(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel's files."""
     folder = tmp_path_factory.mktemp("contents")
     with zipfile.ZipFile(built) as archive:
         archive.extractall(folder)

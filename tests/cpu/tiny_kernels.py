@@ -51,7 +51,6 @@ class Compiler:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """A ``Compiler`` that the cache takes for the DSL."""
     compiler = Compiler()
     monkeypatch.setattr(cache, "kernel_module", lambda name: compiler)
     return compiler

@@ -29,7 +29,6 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def divided(model: Any, how: str) -> int:
-    """Divide the model; return which tokens this rank reads."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if how == "tp":
         parallelize_module(model, init_device_mesh("cpu", (world,)), tensor_parallel_plan(model))

@@ -58,7 +58,6 @@ class GPT(nn.Module):
 
 
 def train(device: torch.device, sparse: bool, strategy: str, compiled: bool, rank: int, ranks: int) -> list[str]:
-    """The losses as a trainer prints them."""
     torch.manual_seed(0)
     model = GPT().to(device)
     if sparse:

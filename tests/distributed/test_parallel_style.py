@@ -56,7 +56,6 @@ def modules() -> dict[str, nn.Module]:
 
 
 def whole_of(module: nn.Module) -> nn.Module:
-    """Return rank 0's values, which plan and style use."""
     whole = copy.deepcopy(module)
     for parameter in whole.parameters():
         shared = parameter.detach().contiguous()

@@ -22,7 +22,6 @@ COEFFICIENT = 0.3
 
 
 def operands(gated: bool, dtype: torch.dtype = torch.float64, n: int = NEURONS) -> dict[str, Tensor]:
-    """The same on every rank."""
     generator = torch.Generator().manual_seed(0)
     shapes = {
         "x": (BATCH, SEQUENCE, HIDDEN),
@@ -48,7 +47,6 @@ def loss(y: Tensor, aux: twell.Aux) -> Tensor:
 
 
 def step(t: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    """y, l1, l0 and the gradients of a loss that uses both outputs."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in t.items()}
     y, aux = call(leaves, return_aux=True, **options)
     loss(y, aux).backward()

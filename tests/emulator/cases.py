@@ -22,7 +22,6 @@ CPU = torch.device("cpu")
 
 
 def draw(generator: random.Random) -> str:
-    """A layer of random size, with gradients or without."""
     m, k, n = generator.randint(1, 300), 8 * generator.randint(2, 20), 8 * generator.randint(2, 70)
     density, biases = generator.choice((0.01, 0.05, 0.3, 1.0)), generator.choice(("up", "down", "gate+up+down"))
     how = generator.choice(("row", "union", "union+screen", "union wants=all"))

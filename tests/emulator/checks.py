@@ -37,7 +37,6 @@ def on_gpu(name: str) -> Callable[..., tuple[Tensor, ...]]:
 
 
 def strided(matrix: Tensor, more: int = 24) -> Tensor:
-    """The same values in longer rows."""
     wide = torch.empty(matrix.shape[0], matrix.shape[1] + more, dtype=matrix.dtype).fill_(101)
     if matrix.is_floating_point():
         wide.fill_(torch.nan)
@@ -412,7 +411,6 @@ def experts(t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: b
 
 
 def draw(generator: random.Random) -> partial[None]:
-    """A check of random kind and size."""
     seed = generator.randrange(1 << 30)
     k = 8 * generator.randint(2, 20)
     sizes = [generator.choice((0, 1, 63, 64, 65, 128, 192, 255, 256, 257, 300, 448, 512)) for _ in range(5)]

@@ -94,7 +94,6 @@ class _Statement:
 
 
 def _split(text: str) -> list[str]:
-    """The parts of ``text`` between commas that are in no brackets."""
     return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[(?:[^\[\]{}]|\{[^}]*\})*\]|[^,\[{])+", text)]
 
 
@@ -516,7 +515,6 @@ class Kernel:
 
 
 def kernels(text: str) -> Iterator[Kernel]:
-    """Read the kernels of a PTX file."""
     clean = re.sub(r"//[^\n]*", "", text)
     shared = dict.fromkeys(re.findall(r"\.extern\s+\.shared\s+\.align\s+\d+\s+\.b8\s+(\w+)\[\]", clean), SHARED_BASE)
     for match in re.finditer(r"\.visible\s+\.entry\s+(\w+)\(([^)]*)\)[^{]*\{", clean):

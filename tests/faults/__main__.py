@@ -39,7 +39,6 @@ class Run(NamedTuple):
 
 
 def copy_tree(root: Path, to: Path) -> None:
-    """Copy the files of a working tree that git knows or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split("\0")
     for name in sorted({name for name in names if name and (root / name).is_file()}):
@@ -48,7 +47,6 @@ def copy_tree(root: Path, to: Path) -> None:
 
 
 def run_tests(root: Path, tests: str, timeout: float) -> Run:
-    """Run pytest in the tree at ``root`` up to the first failure."""
     options = ["-q", "-x", "-rfE", "--tb=line", "-p", "no:cacheprovider", *shlex.split(tests)]
     # bytecode is known by the second and the size of its source, and a fault may change neither
     settings = {"PYTHONPATH": os.pathsep.join([str(root / "python"), str(root)]), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -22,7 +22,6 @@ class Fault(NamedTuple):
 
     @property
     def room(self) -> str:
-        """The part of the product."""
         return self.name.partition(":")[0]
 
 

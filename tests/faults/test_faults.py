@@ -17,7 +17,6 @@ OF_TREE = Fault("small: half", "small.py", "x / 2", "x / 3", "test_small.py -k h
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A repository of one function and its tests."""
     (tmp_path / "small.py").write_text("def half(x):\n    return x / 2\n\n\ndef same(x):\n    return x\n")
     (tmp_path / "test_small.py").write_text(
         "from small import half\n\ndef test_half(): assert half(4) == 2\ndef test_other(): assert half(0) == 0\n"

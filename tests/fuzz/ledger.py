@@ -23,14 +23,12 @@ Record = dict[str, Any]
 
 
 def header(device: torch.device, arguments: dict[str, Any]) -> Record:
-    """The first line of a run."""
     options = {name: str(value) for name, value in arguments.items() if value is not None}
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {"machine": testing.machine_line(device), "date": now, "arguments": options}
 
 
 def record_of(seed: int, number: int, case: Case, result: Result) -> Record:
-    """The line of a case."""
     record: Record = {"seed": seed, "number": number, "case": str(case), "kind": case.kind, "exact": case.exact}
     record |= {"verdict": result.verdict, "seconds": round(result.seconds, 4)}
     ratios = {name: round(ratio, 4) for name, ratio in result.ratios.items()}

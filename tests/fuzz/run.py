@@ -97,13 +97,11 @@ def prepare(device: torch.device, portable: bool, jit: bool = False) -> Limits:
 
 
 def replayed(text: str, limits: Limits, kinds: tuple[str, ...]) -> Case:
-    """The case that --replay names."""
     seed, colon, number = text.partition(":")
     return draw(int(seed), int(number), limits, kinds) if colon and " " not in text else Case.of(text)
 
 
 def summarize(ledgers: list[Path], out: Path | None) -> int:
-    """Print and write the summary of ledgers; return the exit status."""
     try:
         found = read(ledgers)
     except (OSError, EOFError, ValueError) as error:

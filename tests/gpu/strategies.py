@@ -36,7 +36,6 @@ def exact(problem: FFN, strategy: str, gated: bool = True) -> Tensor:
 
 
 def set_weights(mlp: Any, problem: FFN) -> None:
-    """Copy the weights and biases of a problem into a module."""
     gated = isinstance(mlp, SparseGatedMLP)
     given = {"gate" if gated else "up": (problem.w_gate, problem.b_gate), "down": (problem.w_down.t(), problem.b_down)}
     if gated:
@@ -50,7 +49,6 @@ def set_weights(mlp: Any, problem: FFN) -> None:
 
 
 def module(problem: FFN, gated: bool = True, layout: DownLayout = "rows", **options: Any) -> Any:
-    """A problem as a module."""
     (n, k), cls = problem.w_gate.shape, SparseGatedMLP if gated else SparseMLP
     mlp = cls(k, n, problem.b_gate is not None, device=problem.x.device, dtype=problem.x.dtype, **options)
     set_down_layout(mlp, layout)

@@ -105,17 +105,6 @@ def test_chooses_by_what_it_measures(gated: bool, training: bool, layer: tuple[s
         assert row.strategy == "union" if training else row.strategy in ("row", "union")
 
 
-def test_more_than_the_hybrid_format_holds(dense: FFN) -> None:
-    mlp = module(dense)
-    mlp._auto.observe(costs.Problem(M, 2048, 5632, True, True), costs.Figures(10, 0.05))
-    with torch.enable_grad():
-        mlp(dense.x)
-    torch.cuda.synchronize()
-    (row,) = twell.explain(mlp)
-    assert (row.strategy, row.figures.union) == ("union", None)
-    assert row.figures.nonzeros == pytest.approx(true_figures(dense).nonzeros, rel=2e-3)
-
-
 @pytest.mark.parametrize("m", [1, 7, 64])
 def test_few_tokens(m: int, topic: FFN) -> None:
     mlp = module(topic).requires_grad_(False)

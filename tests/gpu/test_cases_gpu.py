@@ -103,8 +103,6 @@ def test_a_graph_follows_all_its_operands(line: str, m: int) -> None:
 
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any, str, Any], None]]:
-    """Change what programs are made by, for one test."""
-
     def change(where: Any, name: str, value: Any) -> None:
         monkeypatch.setattr(where, name, value)
         program.forget()

@@ -27,7 +27,6 @@ def counted(mlp: nn.Module, x: Tensor) -> twell.Firing:
 
 
 def fired(p: FFN) -> Tensor:
-    """Return int64 [N]: how often each neuron fires, in float64."""
     return (testing.float64_gate(p) != 0).sum(0)
 
 

@@ -27,12 +27,10 @@ def programs() -> Iterator[None]:
 
 
 def frozen(*how: Any, **options: Any) -> Any:
-    """A module for inference."""
     return module(*how, **options).eval().requires_grad_(False)
 
 
 def step(made: Any, x: Tensor, dy: Tensor) -> list[Tensor]:
-    """y and all gradients."""
     leaf = x.detach().requires_grad_()
     y = made.requires_grad_()(leaf)
     return [y.detach(), *torch.autograd.grad(y, [leaf, *made.parameters()], dy)]

@@ -23,7 +23,6 @@ M, K, N = 8192, 264, 1035
 
 
 def torchs(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
-    """The hidden state and the gradients of gate and up, of torch."""
     leaves = [t.detach().requires_grad_() for t in (gate, up)]
     hidden = plain(*leaves)
     return (hidden.detach(), *torch.autograd.grad(hidden, leaves, dh))
@@ -100,7 +99,6 @@ def test_the_result_may_take_the_memory_of_up(shape: tuple[int, ...]) -> None:
 
 
 def memory(call: Callable[[], Any]) -> int:
-    """The most bytes that a call held at once."""
     call()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -50,7 +50,6 @@ def forward(problem: FFN, strategy: Any, gated: bool = True) -> Outputs:
 
 
 def step(problem: FFN, dy: Tensor, gated: bool = True, **options: Any) -> Outputs:
-    """y and all gradients of one training step."""
     leaves = problem.map(lambda t: t.detach().requires_grad_())
     with torch.enable_grad():
         y, aux = testing.sparse_layer(leaves, gated=gated, **{"strategy": "union"} | options)

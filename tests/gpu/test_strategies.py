@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.strategies import BF16, BY_NAME, CUDA, DTYPES, FP16, exact
+from tests.gpu.strategies import BF16, BY_NAME, CUDA, FP16, exact
 from twell import testing, tuning
 
 
@@ -67,18 +66,6 @@ def test_union_sizes_around_tiles(size: int) -> None:
     right = testing.exact_gradients(problem, dy)
     for name, gradient in testing.sparse_gradients(problem, dy, strategy="union").items():
         testing.assert_same(gradient, right[name].float().to(BF16), name)
-
-
-@BY_NAME
-@DTYPES
-def test_error_budget(workload: str, dtype: torch.dtype, strategy: Any, real_layers: Path | None) -> None:
-    """Every workload, with 2,048 of its tokens, at every compression: within dense's errors, each row too."""
-    problem = testing.load(workload, m=2048, dtype=dtype, real_layers=real_layers)
-    for compression in (2, 4, 8):
-        for gated in (True, False):
-            y = testing.sparse_output(problem, gated=gated, compression=compression, strategy=strategy)
-            comparison = testing.compare(problem, y, gated=gated)
-            assert comparison.ok, f"gated={gated}, compression {compression}: {comparison}"
 
 
 def test_many_tokens_take_the_memory_of_a_slice() -> None:

@@ -33,7 +33,6 @@ def close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def rows(given: dict[str, Any], m: int) -> dict[str, Any]:
-    """The first ``m`` tokens."""
     return {a: t[:m] if a in OF_TOKENS else t for a, t in given.items()}
 
 
@@ -54,7 +53,6 @@ def gradients(call: Call, run: Any = None, **changed: Any) -> list[Tensor]:
 
 
 def upstream(y: Tensor) -> Tensor:
-    """A gradient of small integers."""
     return (torch.arange(y.numel(), device="cpu") % 5 - 2).view(y.shape).to(y)
 
 
@@ -73,5 +71,4 @@ class Operators(TorchDispatchMode):
 
 
 def tokens_of(given: dict[str, Any]) -> dict[str, Tensor]:
-    """The operands with a row for each token."""
     return {a: t for a, t in given.items() if a in OF_TOKENS}

@@ -49,7 +49,6 @@ DERIVATIVES: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
 
 
 def by_torch(t: dict[str, Tensor]) -> Tensor:
-    """A layer with ReLU in PyTorch's operators."""
     up = F.linear(t["x"], t["w_up"], t["b_up"])
     hidden = F.relu(F.linear(t["x"], t["w_gate"], t["b_gate"])) * up if "w_gate" in t else F.relu(up)
     return F.linear(hidden, t["w_down"], t["b_down"])
@@ -85,8 +84,6 @@ class Doubled(nn.Parameter):
 
 
 class Doubling(TorchFunctionMode):
-    """A mode that does."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         return 2 * found if func is F.linear else found

@@ -80,7 +80,6 @@ def packed(**given: Any) -> tuple[Tensor, Tensor]:
 
 
 def thresholds(o: Operands, strategy: Any) -> tuple[Any, Operands]:
-    """A threshold for each neuron, between integers."""
     levels = (torch.arange(len(o["b_up"]), device="cpu") % 3 + 0.5).to(o["x"])
     return function(twell.sparse_ffn, o, strategy, activation="fatrelu", threshold=levels)
 
@@ -176,7 +175,6 @@ class Block(nn.Module):
 
 
 def made(kind: Any, names: tuple[str, ...], of: tuple[str, ...], o: Operands, strategy: Any) -> Any:
-    """What ``sparsify_`` makes of a module of another class."""
     model = nn.Sequential(kind(*linears(o, *of)))
     return twell.sparsify_(model, names=names, strategy=strategy)[0], {"x": o["x"]}
 

@@ -44,16 +44,12 @@ def weights(*lead: int) -> list[Float8]:
 
 
 class Doubling(TorchFunctionMode):
-    """A mode that changes what PyTorch's operators compute."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         return 2 * found if func is nn.functional.linear else found
 
 
 class Doubled(nn.Parameter):
-    """A weight of a class that does."""
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -86,7 +82,6 @@ def recorded(**how: Any) -> nn.Module:
 
 
 def doing(change: Callable[[Any], object], cls: Any = SparseMLP) -> Any:
-    """A layer after a change."""
     made = cls(K, N, dtype=BF16)
     change(made)
     return made
@@ -254,7 +249,6 @@ class Row(NamedTuple):
 
 
 def sections() -> dict[str, list[Row]]:
-    """The rows of each section of the table."""
     found: dict[str, list[Row]] = {}
     for line in (Path(__file__).parent / "refusals.txt").read_text().splitlines():
         if line.startswith("["):

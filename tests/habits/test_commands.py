@@ -47,7 +47,6 @@ HELP = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer."""
     pytest.importorskip("transformers")
     return saved_models.save(tmp_path_factory.mktemp("llama"))
 

@@ -46,7 +46,6 @@ def logits(model: Any) -> Tensor:
 
 
 def strategies(model: Any) -> set[str]:
-    """The strategies of calls like those of ``logits``."""
     return {row.strategy for row in twell.explain(model) if row.kind in ("training", "any")}
 
 

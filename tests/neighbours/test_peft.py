@@ -33,7 +33,6 @@ def modules(model: Any) -> list[str]:
 
 
 def trained(model: Any) -> dict[str, Any]:
-    """The gradients of a step, by names as peft has them."""
     model(input_ids=token_ids(), labels=token_ids()).loss.backward()
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 

@@ -34,8 +34,6 @@ FACTOR = 2.0
 
 
 class Holder(nn.Module):
-    """What peft can wrap."""
-
     # as transformers marks a model
     is_loaded_in_4bit = True
 
@@ -87,7 +85,6 @@ def quantised(change: Callable[[Any], None], cls: Any = SparseGatedMLP, strategy
 
 
 def plain(mlp: Any) -> Any:
-    """The layer in float64, with the values of the quantised weights."""
     made = type(mlp)(K, N, True, dtype=torch.float64, strategy="dense")
     for name in mlp._projections:
         linear, values = mlp.get_submodule(name), made.get_submodule(name)
@@ -258,7 +255,6 @@ def test_a_weight_that_is_packed_for_a_cpu_is_called() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a model in bf16."""
     path = tmp_path_factory.mktemp("llama")
     causal_model("llama").to(BF16).save_pretrained(path)
     return path

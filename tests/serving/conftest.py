@@ -79,7 +79,6 @@ def serve(run: Callable[..., subprocess.CompletedProcess[str]]) -> Serve:
 
 @pytest.fixture(scope="session")
 def relu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose configuration names ReLU."""
     return checkpoint(tmp_path_factory.mktemp("relu"), "relu")
 
 

@@ -197,24 +197,6 @@ def test_the_next_start_knows_what_requests_measured(
         assert (said in served.log) == (off == "0")
 
 
-def test_a_rank_has_its_share_of_the_figures() -> None:
-    import torch
-
-    from twell.integrations._vllm_auto import ServedStrategy
-    from twell.integrations._vllm_model import HandsOn
-    from twell.integrations.layouts import LayerFigures
-    from twell.strategy import site as sites
-
-    for gated in (True, False):
-        site = ServedStrategy(LayerFigures(30.0, 0.1, 0.4))
-        weight = torch.zeros((2 if gated else 1) * 96, 64)
-        layer = SimpleNamespace(weight=weight, output_size=2 * len(weight))
-        HandsOn(site, gated).process_weights_after_loading(layer)
-        assert sites.site_of(weight[:96], True) is site
-        found = {bucket.problem[:4]: bucket.figures[:2] for bucket in site._buckets.values()}
-        assert found == {(256, 64, 96, gated): (15.0, 0.4), (8192, 64, 96, gated): (15.0, 0.1)}
-
-
 def test_figures_of_other_layers_are_refused(relu: Path, run: Any) -> None:
     refused = run(relu, hf_overrides={"sparsity_figures": [[3.5, 0.1, 0.2]]})
     assert refused.returncode != 0
