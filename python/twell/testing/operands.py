@@ -336,10 +336,11 @@ def _kept_tokens(case: Case, o: Operands) -> Any:
     level = level_of(case, x.device).double()
     eps = torch.finfo(case.torch_dtype).eps
     near = torch.zeros(case.m, dtype=torch.bool, device=x.device)
+    names = (case.first, "up")[: 1 + (case.first == "gate" and "w_up" in o)]
+    weights = {name: wide(o[f"w_{name}"]) for name in names}
     for expert in range(case.experts):
-        for name in (case.first, "up")[: 1 + (case.first == "gate" and "w_up" in o)]:
-            weight = wide(o[f"w_{name}"])
-            weight = weight[expert] if weight.dim() == 3 else weight
+        for name in names:
+            weight = weights[name][expert] if weights[name].dim() == 3 else weights[name]
             s, reach = sums(x, weight, o.get(f"b_{name}"))
             if case.rank:
                 lowered = x @ wide(o[f"w_{name}_a"]).t()
