@@ -265,14 +265,6 @@ def _measure(this: _Report) -> None:
 # Output
 
 
-def _figure(name: str, form: str, unit: float = 1.0) -> Callable[[ModelRow], str]:
-    def cell(row: ModelRow) -> str:
-        value = getattr(row, name)
-        return "-" if value is None else f"{value if unit == 1 else value / unit:{form}}"
-
-    return cell
-
-
 def _spread(row: ModelRow) -> str:
     return "-" if row.p10_ms is None else f"{row.p10_ms:.1f}-{row.p90_ms:.1f}"
 
@@ -285,37 +277,39 @@ COLUMNS = (
     Column("model", lambda row: row.config, True, "folder or configuration"),
     Column("op", lambda row: row.op, True, "see above"),
     Column("variant", lambda row: row.variant, True, "see above"),
-    Column("tokens", _figure("tokens", ","), False, "tokens of a call"),
-    Column("pass", _figure("micro_batch", "d"), False, "sequences of a pass"),
-    Column("ms", _figure("ms", ".1f"), False, "median of a call"),
+    Column("tokens", report.number("tokens", ","), False, "tokens of a call"),
+    Column("pass", report.number("micro_batch", "d"), False, "sequences of a pass"),
+    Column("ms", report.number("ms", ".1f"), False, "median of a call"),
     Column("p10-p90", _spread, False, "10th and 90th percentile of a call; minimum and maximum of up to 5 rounds"),
-    Column("tokens/ms", _figure("tokens_per_ms", ".0f"), False, "tokens over the median"),
-    Column("over-dense", _figure("speedup", ".2f"), False, "speed-up over the faster dense variant"),
-    Column("mJ/token", _figure("mj_per_token", ".3f"), False, "energy of the whole board, successive calls"),
-    Column("net", _figure("mj_per_token_idle_corrected", ".3f"), False, "the same minus the energy of an idle board"),
-    Column("peak-GB", _figure("peak_bytes", ".1f", 1e9), False, "peak memory above weights and optimizer state"),
-    Column("total-GB", _figure("peak_total_bytes", ".1f", 1e9), False, "the same with them"),
+    Column("tokens/ms", report.number("tokens_per_ms", ".0f"), False, "tokens over the median"),
+    Column("over-dense", report.number("speedup", ".2f"), False, "speed-up over the faster dense variant"),
+    Column("mJ/token", report.number("mj_per_token", ".3f"), False, "energy of the whole board, successive calls"),
+    Column(
+        "net", report.number("mj_per_token_idle_corrected", ".3f"), False, "the same minus the energy of an idle board"
+    ),
+    Column("peak-GB", report.number("peak_bytes", ".1f", 1e9), False, "peak memory above weights and optimizer state"),
+    Column("total-GB", report.number("peak_total_bytes", ".1f", 1e9), False, "the same with them"),
     Column(
         "kept-KB",
-        _figure("kept_bytes_per_token", ".1f", 1e3),
+        report.number("kept_bytes_per_token", ".1f", 1e3),
         False,
         "saved tensors of a training pass per token, all layers and logits",
     ),
     Column(
         "of-fp32",
-        _figure("frobenius", ".1e"),
+        report.number("frobenius", ".1e"),
         False,
         "relative error against fp32, in norm; for train the weights' geometric mean",
     ),
     Column(
         "error",
-        _figure("error", ".2f"),
+        report.number("error", ".2f"),
         False,
         "the same over dense eager's: above 1.1 (more for few tokens) is red",
     ),
     Column(
         "worst",
-        _figure("worst", ".2f"),
+        report.number("worst", ".2f"),
         False,
         "largest error of a token over dense eager's largest; for train the largest such ratio of a weight's "
         "gradient: above 3 (more for few tokens) is red",

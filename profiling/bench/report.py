@@ -29,6 +29,16 @@ class Column(NamedTuple):
     help: str = ""
 
 
+def number(field: str, form: str = ".2f", unit: float = 1.0) -> Callable[[Any], str]:
+    """The cell of a field, in multiples of ``unit``; "-" where it is unknown."""
+
+    def cell(row: Any) -> str:
+        value = getattr(row, field)
+        return "-" if value is None or value != value else f"{value if unit == 1 else value / unit:{form}}"
+
+    return cell
+
+
 def used(columns: Sequence[Column], rows: Sequence[Any]) -> list[Column]:
     """The columns in which some row without a fault has more than "-"; all if there is no such row."""
     good = [row for row in rows if not row.red]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from profiling.bench.report import Column
+from profiling.bench.report import Column, number
 from twell.commands.timing import spread
 from twell.testing import Comparison
 
@@ -88,24 +88,28 @@ def note_errors(row: LayerRow, compared: Mapping[str, Comparison]) -> None:
         }
 
 
-def note_times(row: LayerRow, samples: Sequence[float], flop: float, floor: float | None) -> float:
-    """Put the milliseconds of replays into the row, beside ``flop`` dense operations and any floor in seconds."""
-    found = spread(samples)
-    row.samples, row.ms, row.min_ms, row.p10_ms, row.p90_ms = len(samples), *found
-    row.floor_ms = None if floor is None else floor * 1e3
-    if found.median:
-        row.tflops = flop / found.median / 1e9
-        row.floor_share = None if row.floor_ms is None else row.floor_ms / found.median
-    return found.median
-
-
-def note_dense(row: LayerRow, dense: Mapping[str, float]) -> None:
-    """Put the speed-ups into the row, over the dense variants ("eager", "compiled": milliseconds) and the faster."""
+def note_times(row: LayerRow, samples: Sequence[float], dense: Mapping[str, float]) -> None:
+    """Put the milliseconds of replays into the row, and the speed-ups over the dense variants."""
+    row.samples, row.ms, row.min_ms, row.p10_ms, row.p90_ms = len(samples), *spread(samples)
     speedups = {name: ms / row.ms for name, ms in dense.items()} if row.ms else {}
     row.speedup_eager, row.speedup_compiled = speedups.get("eager"), speedups.get("compiled")
     if speedups:
         row.faster_dense = min(speedups, key=lambda name: speedups[name])
         row.speedup_dense = speedups[row.faster_dense]
+
+
+def note_rates(row: LayerRow, flop: float, figures: Mapping[str, float], on_gpu: bool) -> None:
+    """Put rates into a timed row, of ``flop`` dense operations and of a variant's ``figures``."""
+    if not row.ms:
+        return
+    row.tflops = flop / row.ms / 1e9
+    # a CPU's ceilings are measured on sizes that its caches hold
+    if on_gpu:
+        row.floor_ms, row.floor_share = figures["floor"] * 1e3, figures["floor"] * 1e3 / row.ms
+    rates = (("executed_tflops", "executed", 1e9), ("l2_gather_gbs", "gathered", 1e6), ("memory_gbs", "moved", 1e6))
+    for name, figure, unit in rates:
+        if figure in figures:
+            setattr(row, name, figures[figure] / row.ms / unit)
 
 
 def note_eager(row: LayerRow, way: str, ms: float, dense: Sequence[float]) -> None:
@@ -129,14 +133,6 @@ def named(row: LayerRow) -> str:
 # Columns
 
 
-def _number(field: str, form: str = ".2f", scale: float = 1.0) -> Callable[[LayerRow], str]:
-    def cell(row: LayerRow) -> str:
-        value = getattr(row, field)
-        return "-" if value is None else f"{value * scale:{form}}"
-
-    return cell
-
-
 def _eager(way: str) -> Callable[[LayerRow], str]:
     """The time of an eager call, with its speed-up, and the strategy if it is not that of the recording."""
 
@@ -150,29 +146,21 @@ def _eager(way: str) -> Callable[[LayerRow], str]:
     return cell
 
 
-def _rate(field: str) -> Callable[[LayerRow], str]:
-    def cell(row: LayerRow) -> str:
-        value = getattr(row, field)
-        return "-" if value is None else f"{value:{'.2g' if value < 1 else '.1f' if value < 10 else '.0f'}}"
-
-    return cell
-
-
-def _unit(row: LayerRow) -> tuple[float, str, str, str]:
-    """Scale, form of a median, form of its spread and unit of a row's times."""
-    small = row.ms is not None and row.ms < SMALL_MS
-    return (1e3, ".1f", ".1f", "us") if small else (1.0, ".4f", ".3f", "ms")
+def _time(row: LayerRow, *fields: str, digits: int = 1) -> str:
+    """Times in microseconds if the median is small, else in milliseconds with three more digits."""
+    times = [getattr(row, field) for field in fields]
+    if row.ms is None or None in times:
+        return "-"
+    scale, form = (1e3, ".1f") if row.ms < SMALL_MS else (1.0, f".{digits}f")
+    return "-".join(f"{ms * scale:{form}}" for ms in times)
 
 
-def _time(row: LayerRow) -> str:
-    scale, form, _, unit = _unit(row)
-    return "-" if row.ms is None else f"{row.ms * scale:{form}} {unit}"
+def _median(row: LayerRow) -> str:
+    return "-" if row.ms is None else f"{_time(row, 'ms', digits=4)} {'us' if row.ms < SMALL_MS else 'ms'}"
 
 
-def _spread(row: LayerRow) -> str:
-    scale, _, form, _ = _unit(row)
-    low, high = row.p10_ms, row.p90_ms
-    return "-" if low is None or high is None else f"{low * scale:{form}}-{high * scale:{form}}"
+def _significant(value: float | None) -> str:
+    return "-" if value is None else f"{value:{'.2g' if value < 1 else '.1f' if value < 10 else '.0f'}}"
 
 
 def _bandwidth(row: LayerRow) -> str:
@@ -202,11 +190,16 @@ COLUMNS = (
     Column("nnz", lambda row: f"{row.nnz:.1f}", False, "mean non-zeros per token"),
     Column("variant", lambda row: row.variant, True, "the operation or a baseline"),
     Column("strategy", named, True, 'the strategy that ran; for "auto" also its choice'),
-    Column("time", _time, False, "median of one call in replays of a CUDA graph"),
-    Column("p10-p90", _spread, False, "10th and 90th percentile of one call, in the unit of its time"),
+    Column("time", _median, False, "median of one call in replays of a CUDA graph"),
+    Column(
+        "p10-p90",
+        lambda row: _time(row, "p10_ms", "p90_ms", digits=3),
+        False,
+        "10th and 90th percentile of one call, in the unit of its time",
+    ),
     Column(
         "executed",
-        _rate("executed_tflops"),
+        lambda row: _significant(row.executed_tflops),
         False,
         "TFLOP/s of the operations executed: the gate GEMM's and, after it, 2 K a product for each non-zero or, by "
         '"union", 2 * 128 K for each neuron of each tile of 128 tokens',
@@ -220,7 +213,7 @@ COLUMNS = (
     ),
     Column(
         "floor",
-        _number("floor_share", ".0%"),
+        number("floor_share", ".0%"),
         False,
         "the roofline: time of the largest of arithmetic, memory and gather at the measured ceilings, as a share of "
         "the time; for a layer, the sum over gate_pack and the rest. For training only the gate GEMM's arithmetic and "
@@ -245,12 +238,12 @@ COLUMNS = (
     Column("worst", _error("worst_row"), False, "the same for the worst row"),
     Column(
         "kept-MB",
-        _number("kept_bytes", ".1f", 1e-6),
+        number("kept_bytes", ".1f", 1e6),
         False,
         "tensors that a training step saves for backward, without x and the weights",
     ),
-    Column("peak-MB", _number("peak_bytes", ".1f", 1e-6), False, "peak memory of a call above that of its inputs"),
-    Column("mJ/token", _number("energy_mj", ".4f"), False, "energy of the GPU per token (--energy)"),
+    Column("peak-MB", number("peak_bytes", ".1f", 1e6), False, "peak memory of a call above that of its inputs"),
+    Column("mJ/token", number("energy_mj", ".4f"), False, "energy of the GPU per token (--energy)"),
     Column("net", _net, False, "the same minus the energy of an idle GPU in that time"),
-    Column("dense/mJ", _number("energy_dense"), False, "energy of the faster dense variant over this one's"),
+    Column("dense/mJ", number("energy_dense"), False, "energy of the faster dense variant over this one's"),
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from profiling.bench.layers import DTYPES, Decode, TimedLayer, Variant
 from profiling.bench.protocol import Ceilings, Device
 from profiling.bench.report import Progress
-from profiling.bench.rows import LayerRow, note_dense, note_eager, note_errors, note_times
+from profiling.bench.rows import LayerRow, note_eager, note_errors, note_rates, note_times
 from profiling.bench.variants import Settled, ready
 from profiling.bench.workloads import Source
 from twell._runtime.log import logger
@@ -92,8 +92,13 @@ class Runner:
         recordings = {key: each.recording for key, each in found.items()}
         try:
             times = measure(recordings, self._options.seconds)
-            for key, each in found.items():
-                self._fill(rows[key], each.variant, each.settled, times)
+            for key, (variant, settled, _) in found.items():
+                note_times(rows[key], times[key], _dense(variant, times))
+                figures = variant.figures(settled.strategy)
+                note_rates(rows[key], variant.flop, figures, self._device.torch_device.type == "cuda")
+                if self._options.kernels and variant.requested and settled.strategy != "dense":
+                    copies = min(variant.copies, KERNEL_COPIES)
+                    rows[key].kernels = self._device.kernel_times(settled.now, copies)
             for way in ("queued", "waited") if eager else ():
                 # as many calls in a row as graphs have: after more of them the power limit lowers the next one's clock
                 calls = {key: self._device.eager(way, each.settled.call, layer.copies) for key, each in found.items()}
@@ -121,20 +126,6 @@ class Runner:
             row.kept_bytes = self._device.kept(lambda i: forward(i)[1])
         if (variant.forward is not None or self._options.memory) and not row.red:
             row.peak_bytes = self._device.peak(settled.now)
-
-    def _fill(self, row: LayerRow, variant: Variant, settled: Settled, times: Mapping[str, list[float]]) -> None:
-        """Put times and rates into a row."""
-        figures = variant.figures(settled.strategy)
-        # a CPU's ceilings are measured on sizes that its caches hold
-        floor = figures["floor"] if self._device.torch_device.type == "cuda" else None
-        ms = note_times(row, times[variant.key], variant.flop, floor)
-        rates = (("executed_tflops", "executed", 1e9), ("l2_gather_gbs", "gathered", 1e6), ("memory_gbs", "moved", 1e6))
-        for name, figure, unit in rates:
-            if ms and figure in figures:
-                setattr(row, name, figures[figure] / ms / unit)
-        note_dense(row, _dense(variant, times))
-        if self._options.kernels and variant.requested and settled.strategy != "dense":
-            row.kernels = self._device.kernel_times(settled.now, min(variant.copies, KERNEL_COPIES))
 
     def _energies(
         self,

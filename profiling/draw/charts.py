@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from profiling.draw import style
-from profiling.draw.common import Chart, ResultError, Results, matplotlib_version
-from profiling.draw.layers import nnz, speedup
+from profiling.draw.common import ResultError, Results
+from profiling.draw.layers import Chart, matplotlib_version, nnz, speedup
 from twell.commands import analyze_plots
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

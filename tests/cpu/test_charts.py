@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from profiling.draw import charts, common
+from profiling.draw import charts
 from profiling.draw import layers as of_layers
 
 
@@ -37,8 +37,8 @@ def test_tracked_charts_show_the_results(root: Path, capsys: pytest.CaptureFixtu
 def test_crossovers_are_where_the_lines_cross() -> None:
     xs = [1.0, 4.0, 16.0, 64.0]
     # straight in log x and log y: from 2 to 1/2 it is 1 in the middle
-    assert common.crossings(xs, [4.0, 2.0, 0.5, 0.5]) == [pytest.approx(8.0)]
-    assert common.crossings(xs, [4.0, 2.0, 1.5, 1.1]) == []
+    assert of_layers.crossings(xs, [4.0, 2.0, 0.5, 0.5]) == [pytest.approx(8.0)]
+    assert of_layers.crossings(xs, [4.0, 2.0, 1.5, 1.1]) == []
     lines = {"row": [[x, 16 / x] for x in xs], "union": [[x, 8 / x**0.5] for x in xs]}
     found = {mark["what"]: mark for mark in of_layers.marks(lines)}
     assert found["row = dense"]["x"] == pytest.approx(16)
