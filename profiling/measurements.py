@@ -53,215 +53,203 @@ def _summed(seeds: range) -> str:
     return f"python -m tests.fuzz --summary {' '.join(f'$FOLDER/fuzz-{seed}.jsonl' for seed in seeds)} --json $OUT"
 
 
+def _one(name: str, content: str, shown: str, command: str, seconds: int, **more: bool) -> Measurement:
+    """A measurement by one command."""
+    return Measurement(name, content, shown, (command,), (seconds,), **more)
+
+
 ALL = (
-    Measurement(
+    _one(
         "auto",
         'layers by "auto": forward, training, decoding, errors, memory',
         "headline, layers, forward, training, errors, decode, memory; chart speedup",
-        (AUTO,),
-        (160,),
+        AUTO,
+        160,
     ),
-    Measurement(
+    _one(
         "large_layer",
         "the same for a layer of 4,096 to 14,336",
         "large layer",
-        (
-            f"{BENCH} ffn,train,decode -k 4096 -n 14336 --workload topic29 uniform29 topic128 --m-decode 1,16,64 "
-            "--strategy auto --memory --json $OUT",
-        ),
-        (175,),
+        f"{BENCH} ffn,train,decode -k 4096 -n 14336 --workload topic29 uniform29 topic128 --m-decode 1,16,64 "
+        "--strategy auto --memory --json $OUT",
+        175,
     ),
-    Measurement(
+    _one(
         "screen",
         "layers with and without the int8 screen",
         "screen",
-        (
-            f"{BENCH} ffn,train --workload real:$REAL/3 topic29 nnz=8,skew=1,dead=0.88 real:$REAL/6 skew29 uniform29 "
-            "--strategy union auto --screen --compile none --no-eager --json $OUT",
-        ),
-        (50,),
+        f"{BENCH} ffn,train --workload real:$REAL/3 topic29 nnz=8,skew=1,dead=0.88 real:$REAL/6 skew29 uniform29 "
+        "--strategy union auto --screen --compile none --no-eager --json $OUT",
+        50,
     ),
-    Measurement(
+    _one(
         "overfull",
         "training steps with more non-zeros than fit",
         "over-full",
-        (
-            f"{BENCH} train,train_overflow --workload dense911 nnz=300,skew=1,tokens=0.5 --strategy union "
-            "--compile none --json $OUT",
-        ),
-        (50,),
+        f"{BENCH} train,train_overflow --workload dense911 nnz=300,skew=1,tokens=0.5 --strategy union "
+        "--compile none --json $OUT",
+        50,
     ),
-    Measurement(
+    _one(
         "few",
         "layers on 512 to 2,048 tokens",
         "few tokens",
-        (
-            f"{BENCH} ffn -m 512 1024 2048 --workload topic29 uniform29 --strategy auto --compile none --no-eager "
-            "--seconds 0.2 --json $OUT",
-        ),
-        (15,),
+        f"{BENCH} ffn -m 512 1024 2048 --workload topic29 uniform29 --strategy auto --compile none --no-eager "
+        "--seconds 0.2 --json $OUT",
+        15,
     ),
-    Measurement(
+    _one(
         "host",
         "eager calls: the host, queued, waited for, few tokens",
         "host; constants of costs.py",
-        ("python -m profiling.host --out $OUT",),
-        (200,),
+        "python -m profiling.host --out $OUT",
+        200,
         host=True,
     ),
-    Measurement(
+    _one(
         "tuning",
         "costs by shape, tokens and pattern",
         'shapes; the table of "auto"',
-        ("python -m profiling.tune --budget-s $BUDGET --out $OUT",),
-        (230,),
+        "python -m profiling.tune --budget-s $BUDGET --out $OUT",
+        230,
         dated=True,
     ),
-    Measurement(
+    _one(
         "held_out",
         'strategies and "auto" at 100 points outside of it',
         "auto losses",
-        ("python -m profiling.held_out --budget-s $BUDGET --out $OUT",),
-        (150,),
+        "python -m profiling.held_out --budget-s $BUDGET --out $OUT",
+        150,
     ),
-    Measurement(
+    _one(
         "sweep_nnz",
         "strategies and training by non-zeros, two patterns",
         "chart nnz",
-        (
-            f"{BENCH} ffn,train --workload {' '.join(COUNTED)} --strategy row,union,auto,dense --no-eager "
-            "--seconds 0.3 --json $OUT",
-        ),
-        (140,),
+        f"{BENCH} ffn,train --workload {' '.join(COUNTED)} --strategy row,union,auto,dense --no-eager "
+        "--seconds 0.3 --json $OUT",
+        140,
     ),
-    Measurement(
+    _one(
         "paper_configs",
         "models of 0.5B and 1B, random weights",
         "headline, models, some models, beside the paper",
-        (f"{BENCH} model --config 0.5B 1B --energy --json $OUT",),
-        (340,),
+        f"{BENCH} model --config 0.5B 1B --energy --json $OUT",
+        340,
     ),
-    Measurement(
+    _one(
         "paper_configs_large",
         "a model of 1.5B, whose training step needs 83 GB",
         "headline, models, some models, beside the paper",
-        (f"{BENCH} model --config 1.5B --ops forward train --rounds 4 --json $OUT",),
-        (160,),
+        f"{BENCH} model --config 1.5B --ops forward train --rounds 4 --json $OUT",
+        160,
     ),
-    Measurement(
+    _one(
         "engine_large",
         "vLLM with a drawn model whose layers have Llama-3-8B's sizes",
         "engine large",
-        (f"{ENGINE} --model large --engines stock dense auto stock-eager auto-eager --cache-gib 3 --out $OUT",),
-        (350,),
+        f"{ENGINE} --model large --engines stock dense auto stock-eager auto-eager --cache-gib 3 --out $OUT",
+        350,
     ),
-    Measurement(
+    _one(
         "engine_small",
         "vLLM with a drawn model of 1.5B",
         "engine small",
-        (f"{ENGINE} --model 1.5B --engines stock dense auto stock-eager auto-eager --cache-gib 4 --out $OUT",),
-        (420,),
+        f"{ENGINE} --model 1.5B --engines stock dense auto stock-eager auto-eager --cache-gib 4 --out $OUT",
+        420,
     ),
-    Measurement(
+    _one(
         "engine_experts",
         "vLLM with a drawn Nemotron-H of 10 layers",
         "engine experts",
-        (
-            f"{ENGINE} --model nemotron --engines stock dense auto --sizes 1 8 32 64 128 256 --runs 2 --seconds 280 "
-            "--out $OUT",
-        ),
-        (245,),
+        f"{ENGINE} --model nemotron --engines stock dense auto --sizes 1 8 32 64 128 256 --runs 2 --seconds 280 "
+        "--out $OUT",
+        245,
     ),
-    Measurement(
+    _one(
         "generate",
         "`generate` of transformers, stock and sparse",
         "generate",
-        ("python -m profiling.engine.generate --new 64 --out $OUT",),
-        (165,),
+        "python -m profiling.engine.generate --new 64 --out $OUT",
+        165,
     ),
-    Measurement(
+    _one(
         "experts",
         "layers of experts beside PyTorch's grouped products",
         "experts; constants of costs.py",
-        (f"{BENCH} moe --seconds 0.5 --json $OUT",),
-        (40,),
+        f"{BENCH} moe --seconds 0.5 --json $OUT",
+        40,
     ),
-    Measurement(
+    _one(
         "experts_firing",
         "the same where fewer and more neurons fire",
         "experts elsewhere",
-        (f"{BENCH} moe --seconds 0.5 --firing 0.03 0.2 --sequences 1 8 64 256 --json $OUT",),
-        (40,),
+        f"{BENCH} moe --seconds 0.5 --firing 0.03 0.2 --sequences 1 8 64 256 --json $OUT",
+        40,
     ),
-    Measurement(
+    _one(
         "experts_skew",
         "the same with uneven routes",
         "experts elsewhere",
-        (f"{BENCH} moe --seconds 0.5 --skew 1 2 --sequences 1 8 64 256 --json $OUT",),
-        (40,),
+        f"{BENCH} moe --seconds 0.5 --skew 1 2 --sequences 1 8 64 256 --json $OUT",
+        40,
     ),
-    Measurement(
+    _one(
         "experts_large",
         "the same with larger experts",
         "experts elsewhere",
-        (f"{BENCH} moe --seconds 0.5 --shapes super ultra --sequences 1 8 64 256 1024 --json $OUT",),
-        (60,),
+        f"{BENCH} moe --seconds 0.5 --shapes super ultra --sequences 1 8 64 256 1024 --json $OUT",
+        60,
     ),
-    Measurement(
+    _one(
         "experts_gated",
         "the same with a gate",
         "experts elsewhere",
-        (f"{BENCH} moe --seconds 0.5 --gated --activation relu --sequences 1 8 32 64 128 --json $OUT",),
-        (30,),
+        f"{BENCH} moe --seconds 0.5 --gated --activation relu --sequences 1 8 32 64 128 --json $OUT",
+        30,
     ),
-    Measurement(
+    _one(
         "float8",
         "layers of e4m3 weights beside fp8 and bfloat16, errors",
         "float8",
-        (
-            f"{BENCH} float8 --workload real3 topic29 skew29 real6 uniform29 --real-layers $REAL --seconds 2 "
-            "--json $OUT",
-        ),
-        (110,),
+        f"{BENCH} float8 --workload real3 topic29 skew29 real6 uniform29 --real-layers $REAL --seconds 2 --json $OUT",
+        110,
     ),
-    Measurement(
+    _one(
         "float8_large",
         "4,096 to 14,336, 1 to 8,192 tokens",
         'float8; table of "auto"',
-        (f"{FEW_FLOAT8} --k 4096 --n 14336 --json $OUT",),
-        (65,),
+        f"{FEW_FLOAT8} --k 4096 --n 14336 --json $OUT",
+        65,
     ),
-    Measurement(
+    _one(
         "float8_few",
         "2,048 to 5,632, 1 to 8,192 tokens",
         'float8; table of "auto"',
-        (f"{FEW_FLOAT8} --json $OUT",),
-        (55,),
+        f"{FEW_FLOAT8} --json $OUT",
+        55,
     ),
-    Measurement(
+    _one(
         "float8_experts",
         "layers of experts in bfloat16 and in e4m3",
         "float8",
-        (f"{BENCH} moe --seconds 0.4 --weights bfloat16 e4m3 --json $OUT",),
-        (60,),
+        f"{BENCH} moe --seconds 0.4 --weights bfloat16 e4m3 --json $OUT",
+        60,
     ),
-    Measurement(
+    _one(
         "sae",
         "sparse autoencoders beside dense",
         "autoencoders",
-        (f"{BENCH} sae --json $OUT",),
-        (300,),
+        f"{BENCH} sae --json $OUT",
+        300,
     ),
     *(
-        Measurement(
+        _one(
             f"parallel{ranks}",
             f"training steps of 1B on {ranks} GPUs: DDP, FSDP2, tensor parallelism",
             "several GPUs",
-            (
-                f"python -m torch.distributed.run --nproc-per-node {ranks} -m profiling.parallel --modes ddp fsdp tp "
-                "--out $OUT",
-            ),
-            (290,),
+            f"python -m torch.distributed.run --nproc-per-node {ranks} -m profiling.parallel --modes ddp fsdp tp "
+            "--out $OUT",
+            290,
         )
         for ranks in (2, 4)
     ),
@@ -279,41 +267,41 @@ ALL = (
         (*_ledgers("--portable", PORTABLE_SEEDS), _summed(PORTABLE_SEEDS)),
         (*(365 for _ in PORTABLE_SEEDS), 5),
     ),
-    Measurement(
+    _one(
         "soak",
         "random layers in threads and streams",
         "soak",
-        ("python -m tests.soak --minutes 15.6 --json $OUT",),
-        (950,),
+        "python -m tests.soak --minutes 15.6 --json $OUT",
+        950,
     ),
-    Measurement(
+    _one(
         "soak_again",
         "others, beside the first soak on the same GPU",
         "soak",
-        ("python -m tests.soak --minutes 15.6 --first 100000 --json $OUT",),
-        (950,),
+        "python -m tests.soak --minutes 15.6 --first 100000 --json $OUT",
+        950,
     ),
-    Measurement(
+    _one(
         "auto_h100",
         "`auto` on an H100",
         "headline, layers on an H100",
-        (AUTO,),
-        (200,),
+        AUTO,
+        200,
         dated=True,
     ),
-    Measurement(
+    _one(
         "portable",
         "the portable family beside Hopper's",
         "portable calls",
-        ("python -m profiling.portable --json $OUT",),
-        (40,),
+        "python -m profiling.portable --json $OUT",
+        40,
     ),
-    Measurement(
+    _one(
         "adapters",
         "a layer with LoRA adapters of peft",
         "adapters",
-        ("python -m profiling.adapters --json $OUT",),
-        (120,),
+        "python -m profiling.adapters --json $OUT",
+        120,
     ),
 )
 

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from twell._runtime.log import logger
 from twell.commands.request import RequestError
+from twell.commands.timing import reason
 
 # Longest wait for the counter to move, and time between two readings, in seconds.
 _LONGEST_STEP = 0.5
@@ -82,7 +84,7 @@ class EnergyMeter:
         self.idle = joules / elapsed
         return self.idle
 
-    def measure(self, call: Callable[[], None], seconds: float) -> Energy:
+    def measure(self, call: Callable[[], object], seconds: float) -> Energy:
         """Measure whole calls until ``seconds`` have passed.
 
         The GPU is synchronised before the first call and after the last. The first measurement begins with
@@ -99,7 +101,7 @@ class EnergyMeter:
         joules, elapsed = _risen(first, last) - idle * (late - end), end - start
         return Energy(joules, elapsed, calls, idle * elapsed)
 
-    def _run(self, call: Callable[[], None], seconds: float) -> int:
+    def _run(self, call: Callable[[], object], seconds: float) -> int:
         """Run whole calls for ``seconds``, wait for the GPU and return their number."""
         start, calls = time.perf_counter(), 0
         ahead: deque[Any] = deque()
@@ -132,6 +134,18 @@ class EnergyMeter:
             if now != before or at > deadline:
                 return now, at
             time.sleep(_LOOK)
+
+
+def energy_of(meter: EnergyMeter, name: str, call: Callable[[], object], seconds: float) -> Energy | None:
+    """The energy of calls of the variant ``name``; None, with a warning, if it cannot be measured."""
+    try:
+        return meter.measure(call, seconds)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # NVML's own errors, too: they do not spoil the times
+        logger.warning("energy of %s cannot be measured: %s", name, reason(error))
+        return None
 
 
 def open_meter(device: torch.device) -> EnergyMeter:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,17 +22,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from profiling.bench.energy import EnergyMeter
+from profiling.bench.energy import EnergyMeter, energy_of
 from profiling.bench.models_random import cast
 from profiling.bench.rows import ratio
 from profiling.bench.variants import SETTLING
 from twell import _sparsify, recipe, testing
 from twell._runtime import geometry
-from twell._runtime.log import logger
 from twell.commands import saved_model, sparsity
 from twell.commands.timing import FAILURES, reason, spread
 from twell.nn import set_down_layout
 from twell.recipe._tracker import strategy_of
+from twell.testing import Errors
 
 OPS = ("forward", "logits", "train")
 UNSCREENED = "unscreened"
@@ -343,25 +344,19 @@ class Training(Variant):
         return super().held() + sum(t.numel() * t.element_size() for t in states)
 
 
-def compare_tokens(ours: Tensor, exact: Tensor) -> tuple[float, list[float]]:
-    """Relative errors of outputs [..., K] in the Frobenius norm: of the whole, and of each token."""
-    wrong, right = ((ours.float() - exact).double().square().sum(-1), exact.double().square().sum(-1))
-    return float((wrong.sum() / right.sum()).sqrt()), (wrong / right).sqrt().flatten().tolist()
+def errors_of(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Errors]:
+    """Errors of outputs, or of the gradients of matrices.
 
-
-def compare_gradients(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> tuple[float, list[float]]:
-    """Relative errors of the weights' gradients in the Frobenius norm: their geometric mean, and each.
-
-    All weights count the same, whatever the size of their gradients. Vectors are left out: a few elements hold most of
-    the gradient of a norm's weight, so its error says little.
+    Vectors are left out: a few elements hold most of the gradient of a norm's weight, so its error says little.
     """
-    parts = []
-    for a, b in zip(ours, exact, strict=True):
-        if b.dim() > 1:
-            wrong, right = (float(t.square().sum(dtype=torch.float64)) for t in (a.float() - b, b))
-            parts.append(math.sqrt(wrong / right) if right else math.inf if wrong else 0.0)
+    pairs = ((a, b) for a, b in zip(ours, exact, strict=True) if b.dim() > 1)
+    return [testing.errors(a.flatten(0, -2), b.flatten(0, -2).double()) for a, b in pairs]
+
+
+def geometric_mean(errors: Sequence[Errors]) -> float:
+    """Of errors in norm: all weights count the same, whatever the size of their gradients."""
     # an exact gradient counts as nearly exact
-    return math.exp(sum(math.log(max(part, 1e-9)) if part == part else part for part in parts) / len(parts)), parts
+    return math.exp(statistics.fmean(math.log(max(each.frobenius, 1e-9)) for each in errors))
 
 
 def run_op(
@@ -455,7 +450,7 @@ class _Run:
         _free(self.device)
         make = self.maker()
         settled: dict[str, Variant] = {}
-        base: tuple[float, list[float]] | None = None
+        base: list[Errors] | None = None
         for row, kind in zip(rows, self.settings.kinds(), strict=True):
             self.step(f"{self.subject.name} {self.op}: {row.variant}")
             start = time.perf_counter()
@@ -500,27 +495,24 @@ class _Run:
         return Training(model, kind, self.micro_batch, torch.optim.SGD(model.parameters())).exact(self.batches[0])
 
     def note_errors(
-        self, row: ModelRow, variant: Variant, truth: list[Tensor], base: tuple[float, list[float]] | None
-    ) -> tuple[float, list[float]]:
+        self, row: ModelRow, variant: Variant, truth: list[Tensor], base: list[Errors] | None
+    ) -> list[Errors]:
         """Put errors into the row; return those of the first variant, the unit of the others."""
-        ours = variant.check(self.batches[0])
-        found = compare_gradients(ours, truth) if self.training else compare_tokens(ours[0], truth[0])
-        row.frobenius, parts = found
-        base = base or (row.frobenius, parts)
-        row.error = ratio(row.frobenius, base[0])
-        if self.training:
-            row.worst = max(ratio(error, dense) for error, dense in zip(parts, base[1], strict=True))
-        else:
-            row.worst = ratio(max(parts), max(base[1]))
+        found = errors_of(variant.check(self.batches[0]), truth)
+        base = base or found
+        row.frobenius, unit = geometric_mean(found), geometric_mean(base)
+        row.error = ratio(row.frobenius, unit)
+        # of a weight, or of a token
+        kind = "frobenius" if self.training else "worst_row"
+        row.worst = max(ratio(getattr(ours, kind), getattr(dense, kind)) for ours, dense in zip(found, base))
         sequences = self.micro_batch if self.training else min(CHECKED, self.micro_batch)
         luck = testing.allowance(self.batches[0][:sequences].numel())
-        if not row.error <= TOLERANCE * luck:
-            row.red = f"error against fp32 is {row.error:.2f} times that of dense eager, {base[0]:.2g}"
-            row.red += f", expected at most {TOLERANCE * luck:.3g} times"
-        elif not row.worst <= WORST_TOLERANCE * luck:
-            where = "a weight's gradient" if self.training else "a token"
-            row.red = f"error of {where} against fp32 is {row.worst:.2f} times that of dense eager"
-            row.red += f", expected at most {WORST_TOLERANCE * luck:.3g} times"
+        where = "a weight's gradient" if self.training else "a token"
+        limits = ("error", row.error, TOLERANCE), (f"error of {where}", row.worst, WORST_TOLERANCE)
+        for what, value, most in limits:
+            if not row.red and not value <= most * luck:
+                row.red = f"{what} against fp32 is {value:.2f} times that of dense eager, {unit:.2g}"
+                row.red += f", expected at most {most * luck:.3g} times"
         return base
 
     def note_memory(self, row: ModelRow, variant: Variant) -> None:
@@ -566,13 +558,8 @@ class _Run:
             variant.call(self.batches[turn % len(self.batches)])
             turn += 1
 
-        try:
-            energy = meter.measure(call, self.settings.energy_seconds)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            # NVML's own errors, too: they do not spoil the times
-            logger.warning("energy of %s cannot be measured: %s", row.variant, reason(error))
+        energy = energy_of(meter, row.variant, call, self.settings.energy_seconds)
+        if energy is None:
             return
         tokens = energy.calls * row.tokens
         row.mj_per_token = energy.joules * 1e3 / tokens

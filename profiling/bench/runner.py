@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from profiling.bench.layers import DTYPES, Decode, TimedLayer, Variant
+from profiling.bench.energy import EnergyMeter, energy_of
+from profiling.bench.layers import DTYPES, Decode, Options, TimedLayer, Variant
 from profiling.bench.protocol import Ceilings, Device
 from profiling.bench.report import Progress
 from profiling.bench.rows import LayerRow, note_eager, note_errors, note_rates, note_times
 from profiling.bench.variants import Settled, ready
 from profiling.bench.workloads import Source
-from twell._runtime.log import logger
 from twell.commands.timing import FAILURES, Recording, measure, reason, spread
 from twell.testing import Comparison
-
-if TYPE_CHECKING:
-    from profiling.bench.energy import EnergyMeter
-    from profiling.bench.layers import Options
 
 # Dense PyTorch.
 KINDS = ("eager", "compiled")
@@ -136,15 +132,7 @@ class Runner:
     ) -> None:
         """Put millijoules per token into the rows: each recording runs alone for some seconds."""
         for key, recording in recordings.items():
-
-            def replay(recording: Recording = recording) -> None:
-                recording.replay()
-
-            try:
-                energy = meter.measure(replay, self._options.energy_seconds)
-            except Exception as error:
-                # NVML's own errors, too: they do not spoil the times
-                logger.warning("energy of %s cannot be measured: %s", key, reason(error))
+            if (energy := energy_of(meter, key, recording.replay, self._options.energy_seconds)) is None:
                 continue
             tokens = energy.calls * recording.copies * rows[key].tokens
             rows[key].energy_mj = energy.joules * 1e3 / tokens
