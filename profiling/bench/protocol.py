@@ -41,30 +41,26 @@ class Ceilings:
     l2: float
 
 
-class Queued(timing.Recording):
-    """Calls in a row on the GPU; it has one before them, so that their queue is as it is after many."""
+class Eager(timing.Recording):
+    """Eager calls on the GPU in one of ``WAYS``. Those in a row have one before them, as after many."""
+
+    def __init__(self, way: str, call: Call, copies: int) -> None:
+        super().__init__(call, copies)
+        self.way = way
 
     def replay(self) -> Callable[[], float]:
-        """Call on every copy, between two events."""
+        """Call on every copy: queued between two events, or by the host's clock."""
         torch.cuda.synchronize()
-        self._call(0)
-        start, end = events()
-        start.record()
-        for i in range(self.copies):
-            self._call(i)
-        end.record()
-        return lambda: float(start.elapsed_time(end))
-
-    def wait(self) -> None:
-        """Wait for the GPU."""
-        torch.cuda.synchronize()
-
-
-class Waited(timing.Recording):
-    """Calls that are waited for one by one, by the host's clock."""
-
-    def replay(self) -> Callable[[], float]:
-        """Call on every copy."""
+        if self.way == "queued":
+            self._call(0)
+            start, end = events()
+            start.record()
+            for i in range(self.copies):
+                self._call(i)
+            end.record()
+            return lambda: float(start.elapsed_time(end))
+        if self.way == "host":
+            return super().replay()
         seconds = 0.0
         for i in range(self.copies):
             torch.cuda.synchronize()
@@ -74,17 +70,12 @@ class Waited(timing.Recording):
             seconds += self._clock() - start
         return lambda: seconds * 1e3
 
-
-class Launched(timing.Recording):
-    """Calls in a row on an idle GPU, by the host's clock, which does not wait for them."""
-
-    def replay(self) -> Callable[[], float]:
-        """Call on every copy."""
+    def wait(self) -> None:
+        """Wait for the GPU."""
         torch.cuda.synchronize()
-        return super().replay()
 
 
-WAYS: dict[str, type[timing.Recording]] = {"queued": Queued, "waited": Waited, "host": Launched}
+WAYS = ("queued", "waited", "host")
 
 
 class Device(timing.Device):
@@ -124,7 +115,7 @@ class Gpu(timing.Gpu, Device):
 
     def eager(self, way: str, call: Call, copies: int) -> Recording:
         """The calls, timed in that way."""
-        return WAYS[way](call, copies)
+        return Eager(way, call, copies)
 
     def poison(self) -> None:
         """``testing.poison_memory``."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from profiling.draw import style
 from profiling.draw.common import Results, Row, machine
 from profiling.draw.style import SIZE, Theme
-from twell.commands import analyze_plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,37 +43,9 @@ class Chart:
     draw: Callable[[SubFigure, Theme, Any], None]
     size: tuple[float, float] = SIZE
 
-    @property
-    def digest(self) -> str:
-        """Digest of all that is shown, with figures to six digits: another machine's libm makes no difference."""
-        shown = json.dumps([self.title, self.machine, rounded(self.data)], sort_keys=True)
-        return hashlib.sha256(shown.encode()).hexdigest()[:16]
-
     def save(self, stem: Path) -> list[Path]:
-        written: list[Path] = style.save(
-            lambda figure, theme: self.draw(figure, theme, self.data),
-            stem,
-            size=self.size,
-            title=self.title,
-            footer=self.machine,
-            data=f"{self.digest} {matplotlib_version()}",
-        )
-        return written
-
-
-def matplotlib_version() -> str:
-    analyze_plots.require()
-    import matplotlib
-
-    return str(matplotlib.__version__)
-
-
-def rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.6g}")
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+        shown = {"size": self.size, "title": self.title, "footer": self.machine}
+        return style.save(lambda figure, theme: self.draw(figure, theme, self.data), stem, **shown)  # type: ignore[arg-type]
 
 
 def good(result: dict[str, Any] | None, **fields: Any) -> list[Row]:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 # Inches. At 100 pixels per inch the width is that of a README's column.
 SIZE = (8.3, 4.6)
-# Key of the digest in a file's metadata.
-KEY = "twell-data"
 
 
 @dataclass(frozen=True)
@@ -129,13 +127,11 @@ def save(
     size: tuple[float, float] = SIZE,
     title: str = "",
     footer: str = "",
-    data: str = "",
 ) -> list[Path]:
     """Write the figure whose body ``draw`` fills, light and dark, and return the files.
 
-    ``title`` states the finding. ``footer`` is small print below: notes and the machine line. ``data`` goes into the
-    metadata of each file. The same call writes the same bytes with the same version of matplotlib. ImportError without
-    matplotlib.
+    ``title`` states the finding. ``footer`` is small print below: notes and the machine line. The same call writes the
+    same bytes with the same version of matplotlib, which each file names. ImportError without matplotlib.
     """
     analyze_plots.require()
     import matplotlib
@@ -163,7 +159,7 @@ def save(
                 figure.supxlabel(wrapped, x=0.012, ha="left", fontsize=8, color=theme.muted)
             layout.execute(figure)
             figure.set_layout_engine("none")
-            figure.savefig(path, metadata=metadata(data))
+            figure.savefig(path, metadata={"Date": None})
     return written
 
 
@@ -173,12 +169,8 @@ def _fill(text: str, width: int) -> str:
     return textwrap.fill("; ".join(parts), width, break_on_hyphens=False).replace("\xa0", " ")
 
 
-def metadata(data: str) -> dict[str, str | None]:
-    """Metadata of a file: the data that it shows, no date and no program."""
-    return {"Date": None, "Creator": None, "Identifier": f"{KEY}:{data}" if data else None}
+def is_comparable(path: Path) -> bool:
+    """Whether this version of matplotlib drew the file."""
+    import matplotlib
 
-
-def data_of(path: Path) -> str:
-    """The ``data`` that ``save`` was given, empty if the file has none."""
-    _, found, rest = path.read_text(encoding="utf-8").partition(f"{KEY}:")
-    return rest.partition("<")[0] if found else ""
+    return f"Matplotlib v{matplotlib.__version__}," in path.read_text(encoding="utf-8")

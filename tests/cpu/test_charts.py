@@ -69,7 +69,7 @@ def test_check_notices_what_changed(root: Path, tmp_path: Path, capsys: pytest.C
     for each in data["rows"]:
         each["nnz"] += 1
     path.write_text(json.dumps(data))
-    checked("speedup-dark.svg: shows other data")
+    checked("speedup-dark.svg: is drawn otherwise now")
     path.write_text(before)
     (out / "speedup-dark.svg").write_text((out / "speedup-dark.svg").read_text().replace("#0d1117", "#0d1118"))
     checked("speedup-dark.svg: is drawn otherwise now")
