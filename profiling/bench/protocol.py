@@ -50,25 +50,25 @@ class Eager(timing.Recording):
 
     def replay(self) -> Callable[[], float]:
         """Call on every copy: queued between two events, or by the host's clock."""
-        torch.cuda.synchronize()
-        if self.way == "queued":
-            self._call(0)
-            start, end = events()
-            start.record()
+        if self.way == "waited":
+            seconds = 0.0
             for i in range(self.copies):
+                torch.cuda.synchronize()
+                start = self._clock()
                 self._call(i)
-            end.record()
-            return lambda: float(start.elapsed_time(end))
+                torch.cuda.synchronize()
+                seconds += self._clock() - start
+            return lambda: seconds * 1e3
+        torch.cuda.synchronize()
         if self.way == "host":
             return super().replay()
-        seconds = 0.0
+        self._call(0)
+        first, last = events()
+        first.record()
         for i in range(self.copies):
-            torch.cuda.synchronize()
-            start = self._clock()
             self._call(i)
-            torch.cuda.synchronize()
-            seconds += self._clock() - start
-        return lambda: seconds * 1e3
+        last.record()
+        return lambda: float(first.elapsed_time(last))
 
     def wait(self) -> None:
         """Wait for the GPU."""
