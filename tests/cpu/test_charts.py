@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from profiling.draw import charts
-from profiling.draw import layers as of_layers
 
 
 def run(*words: object) -> int:
@@ -32,18 +31,6 @@ def test_tracked_charts_show_the_results(root: Path, capsys: pytest.CaptureFixtu
         # frozen
         "relufy",
     }
-
-
-def test_crossovers_are_where_the_lines_cross() -> None:
-    xs = [1.0, 4.0, 16.0, 64.0]
-    # straight in log x and log y: from 2 to 1/2 it is 1 in the middle
-    assert of_layers.crossings(xs, [4.0, 2.0, 0.5, 0.5]) == [pytest.approx(8.0)]
-    assert of_layers.crossings(xs, [4.0, 2.0, 1.5, 1.1]) == []
-    lines = {"row": [[x, 16 / x] for x in xs], "union": [[x, 8 / x**0.5] for x in xs]}
-    found = {mark["what"]: mark for mark in of_layers.marks(lines)}
-    assert found["row = dense"]["x"] == pytest.approx(16)
-    assert found["union = dense"]["x"] == pytest.approx(64)
-    assert (found["row = union"]["x"], found["row = union"]["y"]) == (pytest.approx(4), pytest.approx(4))
 
 
 # Files and their check

@@ -12,7 +12,7 @@ from cubin import resources
 from cute_kernels import catalog, feasible, quantize_gate, specs
 from cute_kernels.compile import parse_remarks
 from cute_kernels.specs import Spec
-from tests.conftest import compiled_first, is_named
+from tests.conftest import compiled_first
 
 SHIPPED = [
     pytest.param(arch, spec, id=f"{arch}-{spec.symbol}", marks=[pytest.mark.nightly] * later)
@@ -104,15 +104,6 @@ def test_compiles_within_budget(arch: str, spec: Spec, root: Path, request: pyte
         assert name.startswith(f"twell_{spec.symbol}")
         assert 0 < taken.registers <= register_budget(spec, name, arch), name
         assert taken.local_bytes <= local_budget(spec, name), name
-
-
-@pytest.mark.parametrize("case", ["x"])
-def test_a_nightly_test_runs_where_it_is_named(case: str, request: pytest.FixtureRequest) -> None:
-    item, test = request.node, request.function.__name__
-    for named in (f"{item.path}::{test}", f"{item.path}::{test}[{case}]"):
-        assert is_named(item, ["tests", named])
-    for other in (str(item.path), f"{item.path}::{test[:-1]}", f"{item.path}::{test}[y]", f"{item.path}x::{test}"):
-        assert not is_named(item, [other])
 
 
 # of each kernel with WGMMA a symbol with most of its code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import string
 from collections.abc import Callable
 from pathlib import Path
@@ -100,21 +99,6 @@ def test_what_does_not_fit_is_left_for_the_next_call(
     assert "left for the next call: long" in said
     assert run("--budget-s", "2000")[0] == 0
     assert (calls(tmp_path, "long"), calls(tmp_path, "short")) == (1, 1)
-
-
-@pytest.mark.nightly
-def test_the_budget_interrupts(add: Callable[..., None], run: Callable[..., Any], tmp_path: Path) -> None:
-    add("a", ("", 0, "sleep"), seconds=1)
-    # as in the background of a shell
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        # a busy machine took over five seconds to start Python
-        status, said, _ = run("--budget-s", "9")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert status == 3
-    assert "a: interrupted, as the budget is spent" in said
-    assert "KeyboardInterrupt" in (tmp_path / "out" / "a.log").read_text()
 
 
 def test_red_results_are_kept_and_faults_repeated(

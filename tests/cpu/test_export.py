@@ -1,4 +1,4 @@
-"""Graphs for any number of tokens: ``torch.export``, saved and loaded, and ``torch.compile`` with dynamic shapes."""
+"""Graphs for any number of tokens: ``torch.export``, saved and loaded, and an engine's one trace."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from twell.strategy import tables
 from twell.strategy.plan import route_of
 
 K, N = 16, 264
-# around blocks of 64, tiles of 128 and the limit of the kernels for few tokens, and one of each class
-TOKENS = (1, 2, 7, 8, 63, 64, 65, 127, 128, 129, 300, 4096)
 
 
 class Layer(nn.Module):
@@ -123,29 +121,6 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, mo
     assert len(graphs) == 1
     counted = {row.tokens: row.calls for _, site in sites._SITES.values() for row in site.explain()}
     assert counted == ({"129 to 256": 1, "5 to 8": 2, "2": 1, "257 to 512": 1} if name == "auto" else {})
-
-
-def test_dynamic_compilation_makes_few_graphs_in_training() -> None:
-    """One token and blocks of 64 and 128 have graphs of their own."""
-    torch.compiler.reset()
-    p = problem(TOKENS[-1], "gate up down", torch.bfloat16)
-    mlp = Layer(p, True, False, aux=False, strategy="union")
-    graphs = []
-
-    def count(module: Any, example: Any) -> Any:
-        graphs.append(1)
-        return torch._dynamo.lookup_backend("aot_eager")(module, example)
-
-    compiled = torch.compile(mlp, dynamic=True, fullgraph=True, backend=count)
-    for m in (300, *TOKENS):
-        x = p.x[:m].clone()
-        if m > 1:
-            torch._dynamo.mark_dynamic(x, 0)
-        y = compiled(x)
-        assert torch.equal(y, mlp(x)), m
-        found = torch.autograd.grad(y.sum(), list(mlp.parameters()))
-        assert all(map(torch.equal, found, torch.autograd.grad(mlp(x).sum(), list(mlp.parameters())))), m
-    assert len(graphs) <= 4
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The functions users call: results, limits, errors, autocast, strides and compiling."""
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +8,10 @@ import torch
 from torch import Tensor
 
 import twell
-from tests.habits.derivatives import Doubled, Doubling
+from tests.habits.derivatives import Doubling
 from tests.habits.entries import LAYOUTS, SMALLER
 from twell import testing, tuning
 from twell._admission import admitted
-from twell._runtime import log
 from twell.ops.operands import Operands
 
 BF16 = torch.bfloat16
@@ -38,22 +36,6 @@ def real_problem(m: int, n: int, k: int, dtype: torch.dtype, bias: bool = False)
     x[:, 0], w[0][:, 0] = 1.0, -1.3
     biases = (torch.randn(n) / 4, torch.randn(n), torch.randn(k)) if bias else (None, None, None)
     return testing.FFN(x, *w, *biases).map(lambda t: t.to(dtype))
-
-
-def test_that_wider_dtypes_are_dense_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log.info_once.cache_clear()
-    wide, narrow = (real_problem(5, 264, 32, dtype) for dtype in (torch.float32, BF16))
-    with caplog.at_level(logging.INFO, logger="twell"):
-        for strategy in ("auto", "dense"):
-            gated(wide, strategy=strategy)
-        gated(narrow)
-        assert not caplog.records
-        for _ in range(2):
-            gated(wide)
-            plain(wide, strategy="union")
-    assert [r.getMessage() for r in caplog.records] == [
-        "inference in float32 and float64 runs dense, whatever strategy was named"
-    ]
 
 
 @pytest.mark.parametrize(("n", "k"), [(24, 12), (12, 16), (0, 16), (8, 16392)])
@@ -95,16 +77,6 @@ def test_invariant_runs_row_by_kernels_of_the_hidden_size_alone() -> None:
         ((gate, token),) = chosen
         assert gate == "gate_pack"
         assert token.cluster > 1
-
-
-def test_a_class_that_overrides_operators_is_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    log.warn_once.cache_clear()
-    problem = real_problem(5, 264, 32, BF16)
-    gated(problem._replace(x=Doubled(problem.x, requires_grad=False)))
-    assert caplog.messages == [
-        "sparse_gated_ffn runs dense: a Doubled as x may make something else of PyTorch's operators than the sparse "
-        "kernels do"
-    ]
 
 
 @pytest.mark.parametrize("kind", [*LAYOUTS, *SMALLER])

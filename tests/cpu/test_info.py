@@ -11,7 +11,6 @@ import pytest
 import torch
 from tiny_kernels import package_tiny
 
-import twell
 from twell._runtime import cache, device, host, packaged, specs
 from twell._runtime.log import logger
 from twell.commands import cli, info
@@ -27,18 +26,9 @@ def write_library(folder: Path, **changes: object) -> None:
 def test_text_names_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["info"]) == 0
     printed = capsys.readouterr().out
-    for part in (
-        "Versions",
-        "Devices",
-        "Packaged kernels",
-        "Cache of compiled kernels",
-        "Environment",
-        twell.__version__,
-    ):
-        assert part in printed
-    assert str(packaged.load_runtime()) in printed
     for name in ("torch", "cuda-python", "apache-tvm-ffi", *packaged.RUNTIME_PACKAGES.values(), *info.VARIABLES):
         assert name in printed
+    assert str(packaged.load_runtime()) in printed
 
 
 def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,14 +115,9 @@ def test_says_what_launches_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(host, "_in_use", host._in_use.__wrapped__)
     library = folder / host.LIBRARY
     assert "\nLaunches: Python (no libtwell_host.so: `pip install .` or" in "\n".join(info.lines(info.collect(), False))
-    library.write_bytes(host_library.read_bytes()[:-1])
-    assert info.collect().launches.startswith("Python (libtwell_host.so cannot be used: ")
-    library.unlink()
     library.write_bytes(host_library.read_bytes())
     packaged.require_whole.cache_clear()
     assert info.collect().launches == "C (libtwell_host.so)"
-    monkeypatch.setenv("TWELL_DEBUG", "1")
-    assert info.collect().launches == "Python (TWELL_DEBUG=1)"
     monkeypatch.setenv("TWELL_DEBUG", "yes")
     assert info.collect().launches.startswith("invalid: environment variable TWELL_DEBUG must be one of")
 

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from activations import DTYPES, dense_layer, every_value, plain, same_bits
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import forward_ad
 
 import twell
 from twell import _autograd, _modes, ops, testing, tuning
@@ -169,24 +167,6 @@ def draw(m: int = 9, n: int = 264, k: int = 32, dtype: torch.dtype = BF16) -> te
     return testing.FFN(*(t.to(dtype) for t in tensors))
 
 
-def test_no_more_is_kept_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gate, up and the hidden state; plain PyTorch keeps the gate after ReLU too."""
-    p = draw(64).map(lambda t: t.requires_grad_())
-    kept = []
-    for fuse in (True, False):
-        storages: dict[int, Tensor] = {}
-        with (
-            fusing(monkeypatch, fuse),
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda t, s=storages: s.setdefault(t.untyped_storage().data_ptr(), t), lambda t: t
-            ),
-        ):
-            y = dense_layer(p)
-        del y
-        kept.append(sorted(t.untyped_storage().nbytes() for t in storages.values()))
-    assert kept[0] == kept[1]
-
-
 @pytest.mark.parametrize("fuse", [False, True])
 def test_figures_count_what_fires(fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A NaN gate is a non-zero, zeros of either sign are not; a gate before ReLU counts as after it."""
@@ -241,34 +221,6 @@ def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _autograd.fuses(few, RELU, operands)
     monkeypatch.setattr(resolve, "launchable", lambda *question: False)
     assert not _autograd.fuses(stand_in(), RELU, operands)
-
-
-class Subclass(torch.Tensor):
-    pass
-
-
-def test_what_is_not_what_it_seems() -> None:
-    x = torch.randn(4, 8)
-    assert _modes.eager([x, torch.nn.Parameter(x)])
-    assert not _modes.eager([x, x.as_subclass(Subclass)])
-    with FakeTensorMode() as mode:
-        assert not _modes.eager([mode.from_tensor(x)])
-    assert not _modes.eager([mode.from_tensor(x)])
-    with forward_ad.dual_level():
-        assert not _modes.eager([x])
-    seen: list[bool] = []
-
-    def look(x: Tensor) -> Tensor:
-        seen.append(_modes.eager([x]))
-        return x * 2
-
-    torch.func.vmap(look)(x)
-    torch.func.grad(lambda x: look(x).sum())(x)
-    torch.jit.trace(look, (x,), check_trace=False)
-    assert seen == [False] * 3
-    torch.compiler.reset()
-    compiled = torch.compile(lambda x: x + 1 if _modes.eager([x]) else x - 1, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(x), x - 1)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

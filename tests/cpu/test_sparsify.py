@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, EACH, FORMS, Block, Coded, Gated, K, Meta, N, Plain, Told, model, take, tokens
+from ffns import BF16, EACH, FORMS, Block, Coded, Gated, K, N, Plain, Told, model, take, tokens
 from torch import Tensor, nn
 
 import twell
@@ -182,19 +182,6 @@ def test_other_activations(form: Any, act: str, caplog: pytest.LogCaptureFixture
     assert f"ReLU replaces {name}; layers that need training before use: 1" in caplog.text
     with torch.no_grad():
         torch.testing.assert_close(m(tokens()), relu(tokens()))
-
-
-def test_an_activation_that_is_on_the_other_projection_is_told() -> None:
-    class Swapped(Meta):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.w2(self.w1(x) * self.act_fn(self.w3(x)))
-
-    m = nn.Sequential(Swapped())
-    with pytest.raises(ValueError, match=r'on w3, not on w1: pass names=\("w3", "w1", "w2"\)'):
-        take(m)
-    with pytest.raises(ValueError, match=r"to N, the last one from N to K, got w2 from .*, w3 from .*, w1 from"):
-        sparsify_(m, names=("w2", "w3", "w1"))
-    assert list(layers(sparsify_(m, names=("w3", "w1", "w2")))) == ["0"]
 
 
 def test_names_in_another_order_are_told_the_right_one() -> None:

@@ -123,25 +123,10 @@ class Recording(Trainer):  # type: ignore[misc]
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def plain_l1(model: Any, ids: Tensor) -> Tensor:
-    """Compute the L1 term in plain PyTorch from inputs that hooks keep."""
-    kept: list[Tensor] = []
-    hooks = [
-        layer.mlp.register_forward_hook(lambda mlp, args, output: kept.append(args[0])) for layer in model.model.layers
-    ]
-    model(input_ids=ids)
-    for hook in hooks:
-        hook.remove()
-    means = []
-    for layer, x in zip(model.model.layers, kept, strict=True):
-        h = F.relu(layer.mlp.gate_proj(x)) * layer.mlp.up_proj(x)
-        means.append(h.abs().sum(-1).mean())
-    return torch.stack(means).mean()
-
-
 def plain_gradient(model: Any, micro: list[tuple[Any, Any]], coefficient: float) -> list[Tensor]:
-    """The gradient of a loop over the same micro-batches: Trainer's cross-entropy plus the mean L1 term."""
+    """The gradient of a loop over the same micro-batches: cross-entropy plus the recipe's L1 term."""
     model.zero_grad()
+    recipe.record_aux(model.train())
     for inputs, items in micro:
         logits = model(input_ids=inputs["input_ids"]).logits[:, :-1].reshape(-1, VOCABULARY)
         labels = inputs["labels"][:, 1:].reshape(-1)
@@ -149,7 +134,7 @@ def plain_gradient(model: Any, micro: list[tuple[Any, Any]], coefficient: float)
             ce = F.cross_entropy(logits, labels) / len(micro)
         else:
             ce = F.cross_entropy(logits, labels, reduction="sum") / items
-        (ce + coefficient / len(micro) * plain_l1(model, inputs["input_ids"])).backward()
+        (ce + coefficient / len(micro) * recipe.l1_term(model)).backward()
     return [p.grad.clone() for p in model.parameters()]
 
 

@@ -17,10 +17,10 @@ from tests.cpu.test_hybrid import forward, parts, problem, upstream
 from twell import _autograd, ops, testing
 from twell._activation import RELU, activation_of
 from twell._runtime import geometry, resolve, specs
-from twell.ops import hybrid, screened
+from twell.ops import screened
 from twell.ops.hybrid_backward import build
 from twell.ops.hybrid_forward import forward_of
-from twell.ops.operands import Form, Mains, Operands, made
+from twell.ops.operands import Form, made
 
 BF16 = torch.bfloat16
 MULTIPLIED = ["sampled_up", "gathered", "overflow"]
@@ -195,33 +195,6 @@ def test_operands_that_kernels_read_only_as_copies_go_the_long_way(
             step.operands[name] = operand
 
 
-def test_the_passes_of_a_form_are_callable(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a module keeps: y, or None for tensors of another form."""
-    for gated in (True, False):
-        step = Step(gated=gated)
-        operands = [step.operands.get(name) for name in Operands._fields]
-        passes = _autograd.passes_of(Form.of(operands), 8, 0, RELU)
-        assert passes is not None
-        gpu.clear()
-        y = passes(*operands)
-        assert y is not None
-        y.sum().backward()
-        assert gpu.names() == launches_of(gated)
-        gpu.clear()
-        for i in (0, 1, 3):
-            others = list(operands)
-            others[i] = torch.zeros_like(operands[i]).to(torch.float16).requires_grad_()
-            assert passes(*others) is None
-        assert not gpu.launches
-        # no kernel has written the pattern, which this backward pass reads on the CPU
-        none = torch.zeros(len(operands[0]), len(operands[1]))
-        monkeypatch.setattr(hybrid, "decode", lambda *_, none=none, up=none if gated else None: (none, up))
-        gradient = torch.autograd.grad(passes(*operands).sum(), operands[0], create_graph=True)[0].sum()
-        name = "sparse_gated_ffn" if gated else "sparse_ffn"
-        with pytest.raises(NotImplementedError, match=f"{name}: .*no second derivative"):
-            gradient.backward()
-
-
 def test_the_sum_and_the_number_are_made_only_where_they_are_asked_for(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,18 +211,6 @@ def test_the_sum_and_the_number_are_made_only_where_they_are_asked_for(
     gpu.clear()
     step.forward(return_aux=True)
     assert [len(made.operands) for made in gpu.programs] == [7, 7]
-
-
-def test_a_note_gets_the_counts_and_is_not_kept(gpu: FakeGpu) -> None:
-    """It may hold x, which saved-tensor hooks move elsewhere."""
-    step, noted = Step(), []
-    call = _autograd.Call("sparse_gated_ffn", 8, 0, RELU, totals=True, note=lambda *counts: noted.append(counts))
-    y, _, nonzeros = _autograd.ffn(call, Operands(**step.operands), Mains(), direct=True)
-    ((given, kept),) = noted
-    assert given.data_ptr() == nonzeros.data_ptr()
-    assert hybrid.sizes(kept, len(y)).shape == (3,)
-    assert y.grad_fn.call.note is None
-    assert not nonzeros.requires_grad
 
 
 class Mode(TorchDispatchMode):
