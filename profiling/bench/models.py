@@ -290,12 +290,6 @@ COLUMNS = (
     Column("peak-GB", report.number("peak_bytes", ".1f", 1e9), False, "peak memory above weights and optimizer state"),
     Column("total-GB", report.number("peak_total_bytes", ".1f", 1e9), False, "the same with them"),
     Column(
-        "kept-KB",
-        report.number("kept_bytes_per_token", ".1f", 1e3),
-        False,
-        "saved tensors of a training pass per token, all layers and logits",
-    ),
-    Column(
         "of-fp32",
         report.number("frobenius", ".1e"),
         False,

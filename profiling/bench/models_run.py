@@ -56,13 +56,10 @@ class ModelRow:
 
     micro_batch: sequences of a pass; a call has several passes. pattern: of random weights, "" for a trained model.
     speedup: over the faster dense variant. mj_per_token: of the whole board; idle_corrected: minus that of an idle
-    board. peak_bytes: above weights, optimizer state and tokens; peak_total_bytes: with them. kept_bytes: tensors saved
-    for backward by a training pass, without the weights; kept_weights_bytes: 16-bit copies of weights among them, if
-    recognisable; kept_bytes_per_token: without these. frobenius: relative error against fp32, for train the geometric
-    mean over the weights' gradients; error: the same over dense eager's. worst: largest error of a token over dense
-    eager's largest; for train the largest ratio of a weight's gradient. strategies: layers by strategy. non_zeros,
-    unions: by layer, per token and, as a share of the neurons, of 128 consecutive tokens. ready_s: seconds for
-    settling, compiling and checking.
+    board. peak_bytes: above weights, optimizer state and tokens; peak_total_bytes: with them. frobenius: relative error
+    against fp32, for train the geometric mean over the weights' gradients; error: the same over dense eager's. worst:
+    largest error of a token over dense eager's largest; for train the largest ratio of a weight's gradient. strategies:
+    layers by strategy. non_zeros, unions: by layer, per token and, as a share of neurons, of 128 consecutive tokens.
     """
 
     op: str
@@ -79,20 +76,14 @@ class ModelRow:
     speedup: float | None = None
     mj_per_token: float | None = None
     mj_per_token_idle_corrected: float | None = None
-    energy_seconds: float | None = None
-    energy_calls: int | None = None
     peak_bytes: int | None = None
     peak_total_bytes: int | None = None
-    kept_bytes: int | None = None
-    kept_weights_bytes: int | None = None
-    kept_bytes_per_token: float | None = None
     error: float | None = None
     frobenius: float | None = None
     worst: float | None = None
     strategies: dict[str, int] = field(default_factory=dict)
     non_zeros: list[float] = field(default_factory=list)
     unions: list[float] = field(default_factory=list)
-    ready_s: float | None = None
     red: str = ""
 
 
@@ -234,10 +225,6 @@ class Variant:
         """The results of the first pass, to compare."""
         raise NotImplementedError
 
-    def kept(self, tokens: Tensor) -> tuple[int, int | None] | None:
-        """Bytes saved for backward without the parameters, and copies of parameters in them; None for inference."""
-        return None
-
     def held(self) -> int:
         """Bytes of weights and states."""
         tensors = {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
@@ -315,29 +302,6 @@ class Training(Variant):
         for sequence in torch.split(tokens[: self.micro_batch], 1):
             (self.loss(sequence) / self.micro_batch).backward()
         return self.gradients()
-
-    def kept(self, tokens: Tensor) -> tuple[int, int | None]:
-        parameters = list(self.model.parameters())
-        own = {p.untyped_storage().data_ptr() for p in parameters}
-        shapes = {tuple(sorted(p.shape)) for p in parameters}
-        # activations with a dimension of a weight look like copies of it
-        ambiguous = any(tokens[: self.micro_batch].numel() in p.shape for p in parameters)
-        storages: dict[int, tuple[int, bool]] = {}
-
-        def pack(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in own:
-                storages[storage.data_ptr()] = storage.nbytes(), tuple(sorted(t.shape)) in shapes
-            # undetached, an output saved by its own graph would never be freed
-            return t.detach()
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            # the saved tensors live as long as the loss
-            loss = self.loss(tokens[: self.micro_batch])
-        total = sum(size for size, _ in storages.values())
-        copies = sum(size for size, is_copy in storages.values() if is_copy)
-        del loss
-        return total, None if ambiguous else copies
 
     def held(self) -> int:
         states = (t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor))
@@ -453,7 +417,6 @@ class _Run:
         base: list[Errors] | None = None
         for row, kind in zip(rows, self.settings.kinds(), strict=True):
             self.step(f"{self.subject.name} {self.op}: {row.variant}")
-            start = time.perf_counter()
             try:
                 variant = make(kind)
                 if variant.strategy == "auto":
@@ -472,7 +435,6 @@ class _Run:
                 row.red = reason(error)
                 yield None
                 continue
-            row.ready_s = time.perf_counter() - start
             yield variant
 
     def maker(self) -> Callable[[tuple[str, str, bool]], Variant]:
@@ -521,11 +483,6 @@ class _Run:
         tokens = self.batches[0]
         # the first step makes the optimizer's state
         variant.call(tokens)
-        kept = variant.kept(tokens)
-        if kept is not None:
-            row.kept_bytes, row.kept_weights_bytes = kept
-            of_tokens = kept[0] - (kept[1] or 0)
-            row.kept_bytes_per_token = of_tokens / tokens[: self.micro_batch].numel()
         if self.device.type != "cuda":
             return
         torch.cuda.synchronize(self.device)
@@ -564,7 +521,6 @@ class _Run:
         tokens = energy.calls * row.tokens
         row.mj_per_token = energy.joules * 1e3 / tokens
         row.mj_per_token_idle_corrected = energy.net_joules * 1e3 / tokens
-        row.energy_seconds, row.energy_calls = energy.seconds, energy.calls
 
 
 def note_times(row: ModelRow, samples: Sequence[float]) -> None:

@@ -28,7 +28,6 @@ class LayerRow:
     overflowing_tiles: float
     red: str = ""
     ms: float | None = None
-    min_ms: float | None = None
     p10_ms: float | None = None
     p90_ms: float | None = None
     samples: int = 0
@@ -36,16 +35,12 @@ class LayerRow:
     l2_gather_gbs: float | None = None
     floor_ms: float | None = None
     floor_share: float | None = None
-    speedup_eager: float | None = None
-    speedup_compiled: float | None = None
     frobenius: float | None = None
     worst_row: float | None = None
     dense_frobenius: float | None = None
     dense_worst_row: float | None = None
     kept_bytes: int | None = None
     peak_bytes: int | None = None
-    # of a training step: errors over dense's own (Frobenius, worst row) by gradient
-    gradients: dict[str, tuple[float, float]] | None = None
     # milliseconds by kernel
     kernels: dict[str, float] | None = None
     tokens: int = 0
@@ -81,21 +76,14 @@ def note_errors(row: LayerRow, compared: Mapping[str, Comparison]) -> None:
     worst = max(compared.values(), key=lambda c: ratio(c.ours.worst_row, c.dense.worst_row))
     row.frobenius, row.dense_frobenius = norm.ours.frobenius, norm.dense.frobenius
     row.worst_row, row.dense_worst_row = worst.ours.worst_row, worst.dense.worst_row
-    if len(compared) > 1:
-        row.gradients = {
-            name: (ratio(c.ours.frobenius, c.dense.frobenius), ratio(c.ours.worst_row, c.dense.worst_row))
-            for name, c in compared.items()
-        }
 
 
 def note_times(row: LayerRow, samples: Sequence[float], dense: Mapping[str, float]) -> None:
-    """Put the milliseconds of replays into the row, and the speed-ups over the dense variants."""
-    row.samples, row.ms, row.min_ms, row.p10_ms, row.p90_ms = len(samples), *spread(samples)
-    speedups = {name: ms / row.ms for name, ms in dense.items()} if row.ms else {}
-    row.speedup_eager, row.speedup_compiled = speedups.get("eager"), speedups.get("compiled")
-    if speedups:
-        row.faster_dense = min(speedups, key=lambda name: speedups[name])
-        row.speedup_dense = speedups[row.faster_dense]
+    """Put the milliseconds of replays into the row, and the speed-up over the faster of the dense variants."""
+    row.samples, (row.ms, _, row.p10_ms, row.p90_ms) = len(samples), spread(samples)
+    if dense and row.ms:
+        row.faster_dense = min(dense, key=lambda name: dense[name])
+        row.speedup_dense = dense[row.faster_dense] / row.ms
 
 
 def note_rates(row: LayerRow, flop: float, figures: Mapping[str, float], on_gpu: bool) -> None:

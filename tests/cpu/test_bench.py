@@ -84,15 +84,13 @@ def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> No
     ours = [row for row in result.rows if row["variant"] in OPS]
     for row in ours:
         assert row["frobenius"] <= 1.1 * row["dense_frobenius"]
-        assert row["speedup_eager"] == row["speedup_dense"] > 0
+        assert row["speedup_dense"] > 0
         assert row["faster_dense"] == "eager"
     ran = {(row["variant"], row["tokens"], row["requested"], row["strategy"]) for row in ours}
     named = {("row", "row"), ("union", "union"), ("dense", "dense"), ("auto", "dense")}
     # "row" and "union" train alike; the pattern fits, so nothing overflows
     steps = {("train", 64, *each) for each in named - {("row", "row")}}
     assert ran == {(op, m, *each) for op, m in (("ffn", 64), ("decode", 1), ("decode", 8)) for each in named} | steps
-    gradients = next(row for row in ours if row["variant"] == "train")["gradients"]
-    assert gradients.keys() == {f"{t}{s}" for t in ("x", "w_gate", "w_up", "w_down") for s in ("", " with l1")}
     assert result.data["machine"] == testing.machine_line("cpu")
     assert result.data["machine"] in result.out
     assert result.data["complete"] is True
@@ -156,8 +154,8 @@ def test_a_recorded_layer_is_timed_with_its_own_sizes(bench: Callable[..., Resul
 
 
 def assert_no_speed(row: dict[str, Any]) -> None:
-    names = "ms min_ms p10_ms p90_ms tflops executed_tflops l2_gather_gbs memory_gbs floor_share kernels"
-    names += " speedup_eager speedup_compiled speedup_dense energy_mj queued_ms waited_ms queued_speedup"
+    names = "ms p10_ms p90_ms tflops executed_tflops l2_gather_gbs memory_gbs floor_share kernels"
+    names += " speedup_dense energy_mj queued_ms waited_ms queued_speedup"
     assert {name: row[name] for name in names.split() if row[name] is not None} == {}
     assert row["samples"] == 0
 
@@ -201,7 +199,7 @@ def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkey
     assert result.code == 1
     assert {row["variant"] for row in result.rows if row["red"]} == {"dense compiled"}
     (ours,) = (row for row in result.rows if row["variant"] == "ffn")
-    assert (ours["faster_dense"], ours["speedup_compiled"]) == ("eager", None)
+    assert ours["faster_dense"] == "eager"
 
 
 def test_a_replay_with_other_bits_is_red(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:

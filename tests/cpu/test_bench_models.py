@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from profiling.bench import main, models_random, models_run
 from profiling.bench.models_random import Pattern, parse_sizes
-from profiling.bench.models_run import Settings, Subject, Training
+from profiling.bench.models_run import Settings, Subject
 from tests.cpu import saved_models
 from twell import functional
 from twell.commands import saved_model, sparsity
@@ -100,7 +100,6 @@ def test_rows_of_configurations(tmp_path: Path) -> None:
         assert 0 < row["frobenius"] < (0.5 if training else 0.05)
         # "auto" is dense on a CPU
         assert row["strategies"] == {"dense": layers}
-        assert (row["kept_bytes"] is not None) == training
         assert row["mj_per_token"] is row["peak_bytes"] is None
         if row["variant"] == "dense eager":
             assert (row["error"], row["worst"]) == (1, 1)
@@ -169,7 +168,7 @@ def test_no_speed_on_a_red_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
             assert row["ms"] > 0
         else:
             assert "times that of dense eager" in row["red"]
-            assert row["ms"] is row["tokens_per_ms"] is row["speedup"] is row["p10_ms"] is row["kept_bytes"] is None
+            assert row["ms"] is row["tokens_per_ms"] is row["speedup"] is row["p10_ms"] is None
 
 
 def test_a_single_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
@@ -227,28 +226,6 @@ def test_a_pass_too_large_for_memory_is_red(monkeypatch: pytest.MonkeyPatch, sub
 
 
 # Energy and memory
-
-
-def test_what_a_training_pass_keeps(subject: Subject) -> None:
-    model = subject.exact()
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = subject.ids[:2]
-    assert tokens.numel() not in {size for p in model.parameters() for size in p.shape}
-    kept = {}
-    for strategy in ("dense", "row"):
-        variant = Training(model, (strategy, strategy, False), 2, optimizer)
-        total, copies = variant.kept(tokens)
-        # autocast casts every weight except for those of norms, the embedding as the head
-        linear = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-        assert copies is not None
-        assert copies == 2 * linear
-        kept[strategy] = total - copies
-    # gate, up, relu(gate) and their product: at least three of 16 bits
-    assert kept["dense"] > 2 * 3 * 2 * tokens.numel() * 64
-    assert kept["row"] != kept["dense"]
-    # activations [64, 64] differ from a weight [64, 32], but not from one [64, 64]
-    ambiguous = Training(model, ("dense", "dense", False), 1, optimizer).kept(tokens)
-    assert ambiguous[1] is None
 
 
 def test_errors_of_gradients() -> None:
