@@ -70,8 +70,6 @@ class _Report(report.Run):
         """What the file holds besides rows."""
         more: dict[str, Any] = {"machine": self.machine, "models": self.subjects}
         more["arguments"] = given(self.arguments) | {"compile": _compiled(self.arguments, self.device)}
-        if len(self.subjects) == 1:
-            more |= {name: self.subjects[0][name] for name in ("layers", "non_zeros", "unions")}
         if self.meter is not None:
             more["energy"] = {"method": self.meter.method, "idle_watts": self.idle_watts}
         return more
@@ -190,8 +188,8 @@ def _drawn(arguments: argparse.Namespace, shape: LlamaSizes, nnz: float | None, 
         model = build(shape, arguments.sequence, device)
     except ValueError as error:
         raise RequestError(f"--config {shape.name}: {error}") from None
-    wanted = draw(model, ids, pattern, arguments.seed)
-    return Subject(shape.name, model, ids, str(pattern), wanted)
+    draw(model, ids, pattern, arguments.seed)
+    return Subject(shape.name, model, ids, str(pattern))
 
 
 def _compiled(arguments: argparse.Namespace, device: torch.device) -> str:

@@ -115,10 +115,10 @@ class Settings:
 
 
 class Subject:
-    """A model and its tokens [sequences, tokens]. ``wanted``: non-zeros by layer for which weights were drawn."""
+    """A model and its tokens [sequences, tokens]. ``pattern``: for which weights were drawn."""
 
-    def __init__(self, name: str, model: Any, ids: Tensor, pattern: str = "", wanted: Sequence[float] = ()) -> None:
-        self.name, self.ids, self.pattern, self.wanted = name, ids, pattern, list(wanted)
+    def __init__(self, name: str, model: Any, ids: Tensor, pattern: str = "") -> None:
+        self.name, self.ids, self.pattern = name, ids, pattern
         self._model = model
         self._narrow: Any = None
         self.config: Any = model.config
@@ -128,7 +128,6 @@ class Subject:
         self.non_zeros: list[float] = []
         self.unions: list[float] = []
         self.candidates: list[float | None] = []
-        self.dead: list[float] = []
 
     def for_inference(self) -> Any:
         """The model in bfloat16."""
@@ -155,25 +154,15 @@ class Subject:
         """Measure the sparsity of the layers."""
         ids = self.ids[:: max(len(self.ids) // ANALYZED, 1)][:ANALYZED].cpu()
         batches = [saved_model.Batch(part, torch.ones_like(part, dtype=torch.bool)) for part in torch.split(ids, 4)]
-        for report in sparsity.analyze(self.for_inference(), batches):
-            self.non_zeros.append(report.mean)
-            self.unions.append(report.unions.get(geometry.TOKEN_TILE, math.nan))
-            self.candidates.append(report.candidates)
-            self.dead.append(report.dead / report.n)
+        reports = list(sparsity.analyze(self.for_inference(), batches))
+        self.non_zeros = [report.mean for report in reports]
+        self.unions = [report.unions.get(geometry.TOKEN_TILE, math.nan) for report in reports]
+        self.candidates = [report.candidates for report in reports]
 
     def facts(self) -> dict[str, Any]:
         """The model's facts, for files."""
-        return {
-            "config": self.name,
-            "layers": self.layers,
-            "parameters": self.parameters,
-            "pattern": self.pattern,
-            "wanted": self.wanted,
-            "non_zeros": self.non_zeros,
-            "unions": self.unions,
-            "candidates": self.candidates,
-            "dead": self.dead,
-        }
+        names = ("layers", "parameters", "pattern", "non_zeros", "unions", "candidates")
+        return {"config": self.name, **{name: getattr(self, name) for name in names}}
 
 
 class Variant:

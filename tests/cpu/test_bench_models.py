@@ -35,8 +35,8 @@ def subject() -> Subject:
     """A tiny model with drawn weights; float32 once a test has trained it."""
     ids = models_random.draw_ids(SHAPE, 4, 64, 0.5)
     model = models_random.build(SHAPE, 64, CPU)
-    wanted = models_random.draw(model, ids, Pattern(4.0))
-    made = Subject(TINY, model, ids, "drawn", wanted)
+    models_random.draw(model, ids, Pattern(4.0))
+    made = Subject(TINY, model, ids, "drawn")
     made.analyze()
     return made
 
@@ -121,7 +121,8 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("model", "logits", "sparse eager"),
     ]
     assert (data["arguments"]["model"], data["arguments"]["text"]) == ("model", ["text.txt"])
-    assert (data["layers"], len(data["non_zeros"])) == (3, 3)
+    (model,) = data["models"]
+    assert (model["layers"], len(model["non_zeros"])) == (3, 3)
     assert str(tmp_path) not in out.read_text()
     printed = capsys.readouterr().out
     assert "sparse eager" in printed
