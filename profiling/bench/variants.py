@@ -181,13 +181,7 @@ def fill(
 def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
     """Add the arguments of how it is measured."""
     add = parser.add_argument
-    add(
-        "--seconds",
-        type=number_above(0),
-        default=seconds,
-        metavar="S",
-        help="of timing those that take turns (%(default)g)",
-    )
+    add("--seconds", type=number_above(0), default=seconds, metavar="S", help="of timing in turns (%(default)g)")
     add("--device", choices=["cuda", "cpu"], help="default: cuda if available")
     add("--json", "--out", dest="json", type=Path, metavar="FILE", help="write the rows to a file")
 
