@@ -1,7 +1,5 @@
 """Every layer of the ReLU family, its formula, and values that tell bits apart, for tests on the CPU and the GPU."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where tests run: tests/gpu on GPUs with kernels, some of tests/cpu in a checkout; which tests share a process."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

@@ -1,7 +1,5 @@
 """Programs that layers launch as a part, run alone on a GPU or what stands in for one, with all that they write."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

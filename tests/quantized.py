@@ -1,7 +1,5 @@
 """Rows for `quantize_gate`, and what it must make of them, whatever sums its rotation is made of."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Run a function in several processes, one rank each: over gloo on the CPU, or over NCCL with a GPU each."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import multiprocessing

@@ -13,8 +13,6 @@ sums and fills of torch between them. Layers run gated and not. Up to 256 tokens
 1 if a result is wrong or the sanitizer reports something, else 3 if cases were left out for time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

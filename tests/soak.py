@@ -14,8 +14,6 @@ was after the first --settle rounds by more than --grow-mb, or by --grow-host-mb
 result, an error, or memory that grows; 3 if a round hangs.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

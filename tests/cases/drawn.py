@@ -3,8 +3,6 @@
 Each field has a stream of its own, so that a new field changes no earlier case.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import random
@@ -69,7 +67,7 @@ class Limits(NamedTuple):
     adapters: bool = importlib.util.find_spec("peft") is not None
 
     @classmethod
-    def of(cls, device: str, jit: bool = False, portable: bool = False) -> Limits:
+    def of(cls, device: str, jit: bool = False, portable: bool = False) -> "Limits":
         if device == "cpu":
             return cls(300, 2056, 1 << 17, 1 << 18, 1 << 22, (512, 1024))
         classes = (*PACKAGED_K, *([COMPILED_K] if jit else []))

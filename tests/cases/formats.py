@@ -1,7 +1,5 @@
 """The words of the TwELL format and the parts of the hybrid format, as their pages have them, and their comparison."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Comparisons of one result: bits, the largest error of each element, or both bounds of a layer's."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

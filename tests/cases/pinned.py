@@ -1,7 +1,5 @@
 """The cases of pinned.txt, edges and what was wrong once, and of pinned_gpu.txt, which are for GPUs alone."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

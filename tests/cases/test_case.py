@@ -1,7 +1,5 @@
 """A case and its line, what is drawn, and that each planted error is found, of every kind."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

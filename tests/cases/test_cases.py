@@ -1,7 +1,5 @@
 """Every pinned case, and drawn ones, on the CPU: all that a case promises, by public functions and modules."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Pinned cases on a GPU that is not there: launches fit their kernels, and the host reads nothing. No numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

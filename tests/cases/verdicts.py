@@ -4,8 +4,6 @@ What a call returns is filled with NaN before it is called again, which must giv
 for it; so must a CUDA graph, which then gets other tokens. On a GPU free memory holds NaN.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -3,8 +3,6 @@
 ``test_models.py`` builds each and checks the answer; ``python -m tests.cpu.architectures`` writes the table.
 """
 
-from __future__ import annotations
-
 import ast
 import textwrap
 from collections.abc import Sequence
@@ -151,7 +149,7 @@ class Architecture(NamedTuple):
     part: str
 
     @classmethod
-    def of(cls, line: str) -> Architecture:
+    def of(cls, line: str) -> "Architecture":
         models, kind, fields, activation, layers, note, part, *_ = [*line.split(" | "), "", ""]
         activation, _, after = activation.partition(", then ")
         _, refused, refusal = layers.partition("refused: ")

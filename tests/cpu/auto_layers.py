@@ -1,7 +1,5 @@
 """Layers and call sites for the tests of ``strategy="auto"``, and a stand-in for the transfers from a GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What several files use: processes that import the checkout, text, and runs of examples/train.py on it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ A cubin is an ELF file. Its section .nv.info has records of a format and an attr
 and for format 4 a symbol and a value in 32 bits each.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple

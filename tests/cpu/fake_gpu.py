@@ -4,8 +4,6 @@ What is launched is checked against the signatures of the kernels, if their comp
 lengths that tensors share, multiples of lengths and strides, and alignment.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

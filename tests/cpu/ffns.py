@@ -3,8 +3,6 @@
 Their classes are not known by name: ``NAMES`` tells their projections.
 """
 
-from __future__ import annotations
-
 import pickle
 import textwrap
 from collections.abc import Callable

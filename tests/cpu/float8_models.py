@@ -1,7 +1,5 @@
 """Tiny saved models with weights in e4m3, in the layouts that transformers reads, for tests of what becomes of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

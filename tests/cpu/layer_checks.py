@@ -1,7 +1,5 @@
 """What layers of twell are compared with: their children, nn.Linear, ReLU and a product, in dense PyTorch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """A small model for the tests of ``twell.recipe``, and what it computes in plain PyTorch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

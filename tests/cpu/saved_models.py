@@ -1,7 +1,5 @@
 """Tiny saved models with tokenizers, and text, for the tests of ``twell analyze`` and ``profiling.record``."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Small runs of examples/train.py: their options, and what they leave behind."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

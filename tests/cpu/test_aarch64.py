@@ -1,7 +1,5 @@
 """Kernels for hosts with ARM processors: what is cross-compiled, looked at without running it."""
 
-from __future__ import annotations
-
 import io
 import json
 import platform

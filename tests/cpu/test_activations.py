@@ -1,7 +1,5 @@
 """The ReLU family in functions, operators and modules: formulas against float64 and integers, errors, graphs, state."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

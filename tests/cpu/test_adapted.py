@@ -1,7 +1,5 @@
 """Layers with LoRA adapters of peft, or a gate that only a call computes, beside peft's own forward and float64."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``twell analyze``: figures against a slow recomputation, strategies against the table, files, bad input."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """``twell analyze`` on stacked experts: figures against plain loops, the verdict against the costs, refusals."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """``strategy="auto"``: the decision, the memory of a call site, what is measured, and ``explain``."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """``strategy="auto"`` in graphs, captured, compiled and exported, and under checkpointing."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import sys

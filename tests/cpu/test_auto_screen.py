@@ -1,7 +1,5 @@
 """``strategy="auto"`` with the int8 screen: when it is chosen, what counts candidates, how its costs are measured."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """``twell.nn.SparseAutoencoder``: its formula, gradients, figures, files and errors, beside plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A wrong count of a barrier fails the compile: who arrives is recomputed from the traced code, see sm90/checks.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

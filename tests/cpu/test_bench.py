@@ -1,7 +1,5 @@
 """``profiling.bench`` on the CPU operators: what it times, what it refuses, what it prints and writes."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``profiling.bench float8`` and what its results say, on a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``profiling.bench model`` on the CPU: models with random weights and saved ones, checks and output."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``profiling.bench sae`` on a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The values of --workload."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

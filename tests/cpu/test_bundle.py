@@ -1,7 +1,5 @@
 """The bundle for a GPU host without network: what it holds, and that its run.sh makes commands work."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

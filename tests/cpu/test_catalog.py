@@ -1,7 +1,5 @@
 """Specs, their symbols and the list of shipped kernels."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """profiling/draw: the data of charts, their files and their check."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers of whose pre-activations PyTorch chooses: thresholds that are trained, BatchTopK, and counts of neurons."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Kernels compile within their registers and shared memory: one of each for Hopper, nightly every one that ships."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

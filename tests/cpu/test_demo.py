@@ -1,7 +1,5 @@
 """The demo: its text, training, output and checks, which must be able to fail."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

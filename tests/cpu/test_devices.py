@@ -1,7 +1,5 @@
 """torch's default device, which users may set, must not reach any tensor that twell makes."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The pages build without a warning, name everything public, and their examples run."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -3,8 +3,6 @@
 A CPU has no use for rows, so these tests say that it is a GPU.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

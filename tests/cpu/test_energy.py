@@ -1,7 +1,5 @@
 """``EnergyMeter`` on a simulated GPU and NVML: energy, and the choice of the GPU."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace

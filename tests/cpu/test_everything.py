@@ -1,7 +1,5 @@
 """profiling/everything.py: which results are old, and how their commands run within a budget, stop and go on."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import string

@@ -1,7 +1,5 @@
 """``sparse_experts`` without a GPU: the formula, what its operands may be, and the launches on a fake GPU."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts of transformers through ``sparse_experts``: tiny models of random weights."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Graphs for any number of tokens: ``torch.export``, saved and loaded, and an engine's one trace."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

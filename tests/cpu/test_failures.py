@@ -3,8 +3,6 @@
 ``test_functional`` and ``test_runtime`` have the common ones; the rare ones are here.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

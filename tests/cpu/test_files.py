@@ -1,7 +1,5 @@
 """Files and folders appear whole or not at all, even if their writer fails or is killed."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import logging

@@ -1,7 +1,5 @@
 """Weights in e4m3: the record and its checks, the quantiser by bits, and the layer's formula."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

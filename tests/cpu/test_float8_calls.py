@@ -1,7 +1,5 @@
 """Calls on e4m3 weights without a GPU: the formula, what operands may be, the modules, and launches on a fake GPU."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Experts of e4m3 weights without a GPU: tokens and scales as callers may give them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

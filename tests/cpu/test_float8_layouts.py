@@ -1,7 +1,5 @@
 """Layouts of e4m3 weights in checkpoints: what configurations say of a module, and its tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

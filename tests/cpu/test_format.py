@@ -1,7 +1,5 @@
 """Tile geometry, and the shared-memory and register arithmetic of sm_90."""
 
-from __future__ import annotations
-
 import pytest
 
 from cute_kernels import feasible, geometry

@@ -1,7 +1,5 @@
 """Properties of the TwELL format for any gate: geometry, words, round trips, what is undefined."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The front of layers, on a fake GPU: which calls go to their launches at once, and what sends one the long way."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """The fuzzer and the sanitizer's driver: what they print and record, and that they find faults."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """The C runner of programs: what kernels get, what is refused, that nothing leaks. Needs a C compiler, no GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging

@@ -1,7 +1,5 @@
 """The operators of training on the CPU: the hybrid format, results, fakes, launches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

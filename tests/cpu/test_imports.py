@@ -1,7 +1,5 @@
 """Which file may import which, read from the sources; what importing twell loads, in a fresh interpreter."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

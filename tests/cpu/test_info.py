@@ -1,7 +1,5 @@
 """``twell info``: complete without GPU, driver or library, and exact."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """The operator ``ffn`` on a fake GPU: kinds of calls whose way is known, and what ends that."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from typing import Any

@@ -8,8 +8,6 @@ What a kernel does in ``start`` comes before: it may read what only kernels befo
 weights are behind a kernel of the same program. They have ended, because the predecessor has passed its own wait.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layouts of down weights in files: names, shapes, markers, and headers of safetensors."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

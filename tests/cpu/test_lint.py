@@ -1,7 +1,5 @@
 """What `make lint` runs, beside the other tests."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which tensors share memory, compared with the addresses of all their bytes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """What ``sparsify`` makes of tiny random models of each architecture, and that the page on models says so."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranges that TWELL_NVTX=1 marks, recorded by a stand-in for nvtx, and the operators in torch's profiler."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import json

@@ -3,8 +3,6 @@
 Of the installed wheel, on any processor; in a checkout of the wheel that `make wheel` makes.
 """
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``plan``: every route and every refusal by facts alone, in a world where torch traces and transforms nothing."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from typing import Any

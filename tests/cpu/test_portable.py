@@ -1,7 +1,5 @@
 """Every GPU by its compute capability: import, kernels, refusal, fall-back; and the limits of the portable family."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """profiling/engine without an engine: what it draws and compares, and ``generate`` on tiny models."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

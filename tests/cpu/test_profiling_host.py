@@ -1,7 +1,5 @@
 """profiling/host.py on CPU operators; how eager calls are timed, with a GPU that records; the profiled program."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -167,7 +165,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         def record(self) -> None:
             found.append("event")
 
-        def elapsed_time(self, end: Event) -> float:
+        def elapsed_time(self, end: "Event") -> float:
             return 3.0 * found.count("call 1")
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: found.append("wait"))

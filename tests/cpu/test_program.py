@@ -1,7 +1,5 @@
 """Programs: the same launches by both runners, scratch by lifetimes, what is refused. No GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

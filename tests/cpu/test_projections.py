@@ -3,8 +3,6 @@
 All of them take effect as in dense PyTorch, or the call raises. So do weights that servers load after construction.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

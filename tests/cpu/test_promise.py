@@ -1,7 +1,5 @@
 """The promised bound, in roundings, for short sums, where the ratio to dense PyTorch's error is chance."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

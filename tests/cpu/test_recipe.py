@@ -1,7 +1,5 @@
 """The training recipe: the L1 term and dead neurons."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """The tracker of sparsity: what it counts, in one process and on two ranks."""
 
-from __future__ import annotations
-
 import pickle
 from contextlib import nullcontext
 from pathlib import Path

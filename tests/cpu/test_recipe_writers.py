@@ -1,7 +1,5 @@
 """What the recipe writes: CSV that survives stops, kills and full disks, TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import csv
 import io
 import logging

@@ -1,7 +1,5 @@
 """``profiling.record``: files from which ``load_real`` reads the model's own pattern, and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

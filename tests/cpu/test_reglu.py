@@ -1,7 +1,5 @@
 """``relu(gate) * up`` as one operator: torch's bits up to second derivatives, and where layers use it."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """tools/release_check.py: what may not go into a release."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

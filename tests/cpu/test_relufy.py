@@ -1,7 +1,5 @@
 """examples/relufy.py: dense models become sparse, and the comparison with dense is fair."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """twell's requirements, from a build's metadata: versions that serving engines pin fit, installed ones stay."""
 
-from __future__ import annotations
-
 import configparser
 from collections.abc import Iterator
 from email.message import Message

@@ -1,7 +1,5 @@
 """Figures for people come from data: the README's tables are what profiling/readme.py makes of profiling/results."""
 
-from __future__ import annotations
-
 import json
 import re
 import statistics

@@ -1,7 +1,5 @@
 """examples/sae.py: a run learns, resumes with the same bits, and refuses what it cannot do."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The int8 screen of the gate: it misses no gate on hostile data, its bound holds in float64, its dither is random."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import sys

@@ -1,7 +1,5 @@
 """``twell serve-check``: figures and where they come from, strategies against the table, sums, files, bad input."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Layers of more neurons than a packed index names, which run as slices."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """tests/soak.py on the CPU: it repeats, goes on by numbers, and finds wrong results, other bits and growing memory."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """sparsify_ on plain PyTorch modules: the layers that it finds compute the same, with the same parameters."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

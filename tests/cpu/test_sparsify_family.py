@@ -1,7 +1,5 @@
 """Layers whose projections have other names or are fused, in sequences, encoders and experts, and other activations."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

@@ -1,7 +1,5 @@
 """Models that transformers loads in e4m3, through ``sparsify``; those of compressed-tensors are in tests/neighbours."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

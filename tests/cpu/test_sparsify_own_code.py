@@ -1,7 +1,5 @@
 """Layers of which a part stays the model's own code: projections that cast their weights, gates and hidden states."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pairs: two linear layers of a larger block, of which the first passes its input on and the second computes both."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

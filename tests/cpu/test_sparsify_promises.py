@@ -1,7 +1,5 @@
 """What ``sparsify_`` promises of the model around its layers: trials leave it alone, and references to it hold."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Tables have the code of a module's ``forward`` beside the reason: see ``ffns.written``.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Steering L1 to a number of non-zeros, of the hidden state or the gate, and FATReLU's threshold."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A threshold for each neuron: operators and exported layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How benchmarks time things: the order of replays, medians, copies, and the machine line of a busy GPU."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """examples/train.py: an end of any kind costs only steps, and the same command goes on; several processes."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

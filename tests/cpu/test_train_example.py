@@ -1,7 +1,5 @@
 """examples/train.py: a run learns, exports what it learnt, and does what its options say; what it reads."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """``SparsityCallback``: the gradient under Trainer, logs, resuming, two processes."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import json

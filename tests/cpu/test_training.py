@@ -1,7 +1,5 @@
 """Gradients of the sparse path on the CPU: right, as close to float64 as dense PyTorch's, and PyTorch citizens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The launches of training as data, without a GPU: which kernels get what, in which order and in how much memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The integration with transformers: tiny random models, files of both layouts, generate."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging

@@ -1,7 +1,5 @@
 """Forward-mode AD and the transforms of torch.func: right by "auto" and "dense", refused by "row" and "union"."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

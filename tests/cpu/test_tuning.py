@@ -1,7 +1,5 @@
 """The tables of measured costs: interpolation, measuring and fitting, a user's table, points that are held out."""
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import itertools

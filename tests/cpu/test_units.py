@@ -1,7 +1,5 @@
 """How lists are cut into units and dealt to CTAs, by the arithmetic of kernels; the search is written again here."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

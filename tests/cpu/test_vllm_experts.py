@@ -3,8 +3,6 @@
 tests/serving/test_routed_experts.py has the tests with the engine.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import importlib

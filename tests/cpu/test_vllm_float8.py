@@ -3,8 +3,6 @@
 tests/serving/test_e4m3.py has the tests with its own classes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 tests/serving has the tests with the engine.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """The wheel: its files, and that it works in a clean environment away from the checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Libraries of one small function that stand in for kernels. Needs a C compiler."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

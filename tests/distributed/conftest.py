@@ -1,7 +1,5 @@
 """Several processes: two over gloo, and the same tests over NCCL where two GPUs are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DDP, FSDP1 and FSDP2: ranks with different tokens take the step of one process with all tokens."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from typing import Any

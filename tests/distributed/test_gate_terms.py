@@ -1,7 +1,5 @@
 """Terms of the loss that compute gates after forward, and what else reads a model's weights there, on several ranks."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

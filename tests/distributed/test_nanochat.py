@@ -1,7 +1,5 @@
 """A model in the form of nanochat trains as without twell in its dtypes on a GPU: masters in float32, x in bfloat16."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``tensor_parallel_plan``: HF models divided over ranks, alone and under FSDP2, train like one process."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

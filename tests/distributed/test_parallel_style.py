@@ -1,7 +1,5 @@
 """``SparseMLPParallel``: a divided module takes the same steps as the whole one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

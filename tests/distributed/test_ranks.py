@@ -1,7 +1,5 @@
 """The harness: a rank that fails or dies fails the test at once."""
 
-from __future__ import annotations
-
 import os
 import time
 

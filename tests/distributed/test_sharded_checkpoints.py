@@ -1,7 +1,5 @@
 """``torch.distributed.checkpoint`` and state dicts: any kind of parallelism loads the checkpoints of any other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """The functions on DTensors: every placement gives the results and gradients of one process."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

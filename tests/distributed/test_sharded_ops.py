@@ -1,7 +1,5 @@
 """The operators and ``pack`` on DTensors: tokens may be sharded, anything else is replicated or refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

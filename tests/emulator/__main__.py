@@ -6,8 +6,6 @@
 Exit status: 1 if a check failed, 2 if the emulator cannot run here.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -1,7 +1,5 @@
 """A case of ``twell.testing`` on the emulator: public functions launch compiled kernels with CPU tensors."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 Operands have longer rows than columns, with NaN between. Integers are small, so that every sum is exact.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import random

@@ -6,8 +6,6 @@ Takes one symbol a line and answers each with it. A process of its own: the comp
 it was imported.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One emulator for the folder. Each kernel is compiled once: a run that builds the wheel takes those of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

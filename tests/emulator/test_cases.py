@@ -1,7 +1,5 @@
 """Cases of layers, training and over-full passes on the emulator: every bit, in order and in random schedules."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.emulator import cases

@@ -1,7 +1,5 @@
 """The emulator itself: it finds what is broken in a kernel on purpose, and stops at what it does not know."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Compiled kernels on the emulator, in order and in random schedules, against the operators on a CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

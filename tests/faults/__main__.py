@@ -6,8 +6,6 @@ The same tests must pass without the fault. A ledger is JSON, one line for each 
 found or its tests cannot tell, 2 if one does not fit the tree.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """The table of seeded faults, and the tests that must find each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

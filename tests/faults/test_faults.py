@@ -1,7 +1,5 @@
 """The table of seeded faults fits the tree, and its runner tells what is found from what is not."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

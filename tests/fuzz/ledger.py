@@ -4,8 +4,6 @@ A ledger is a sequence of runs: a line with the machine, the time and the argume
 the end the seconds, which are missing if a run hung or was killed.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable

@@ -16,8 +16,6 @@ line, which belongs into tests/cases/pinned.txt once it is understood, and the c
 after mismatches, 3 after a hang.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What GPU tests share: names, modules of problems, the packed gate beside the CPU's, calls that never wait."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

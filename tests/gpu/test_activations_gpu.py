@@ -1,7 +1,5 @@
 """The ReLU family on the GPU with values that Cases do not have: against the CPU, bit by bit."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """``strategy="auto"`` on a GPU: measurements without waits, and the choices in graphs and checkpoints."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Every pinned case, and drawn ones, on a GPU: in memory of NaN, twice, in graphs with other tokens, on streams."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Counting and compacting on a GPU: counts of the kernel, no waits, graphs, moves, memory."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

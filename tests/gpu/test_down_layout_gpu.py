@@ -1,7 +1,5 @@
 """``down_layout="auto"`` on a GPU: by rows in inference, as nn.Linear's for torch and others, still under a graph."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

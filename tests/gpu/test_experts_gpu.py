@@ -1,7 +1,5 @@
 """Layers of experts on a GPU: ids of no expert."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

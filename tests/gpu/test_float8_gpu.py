@@ -1,7 +1,5 @@
 """Layers of e4m3 weights on a GPU: the bits of the gate and of what is quantised."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Gates of any values on a GPU, NaN and infinities among them, as on the CPU: packed, their largest, in windows."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

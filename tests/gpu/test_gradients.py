@@ -1,7 +1,5 @@
 """Training on the GPU beside its Cases: the last pattern that fits, main gradients, memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Habits of entry points on a GPU: those that a GPU alone shows, and those that its kernels may change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Gates are arbitrary 16-bit patterns, packed here; no other kernel is needed.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

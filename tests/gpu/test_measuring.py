@@ -1,7 +1,5 @@
 """What measures on a GPU, on small problems for seconds: layers with their kernels, a soak, repeats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Programs on a GPU: both runners, and many kinds of calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

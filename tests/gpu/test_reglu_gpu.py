@@ -1,7 +1,5 @@
 """``relu(gate) * up`` in one kernel, its gradients in another: torch's bits, and the memory of dense layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

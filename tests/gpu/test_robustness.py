@@ -13,8 +13,6 @@ strategy, forward and backward, and is tested here:
 - A non-finite down bias, or output gradient, shows in its column, or token, and in the gradients of what that fires.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Strategy "row" alone: the bits of the gate's format, tiles of its GEMM, clusters that share a token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The int8 screen on a GPU: kernels against the operators on a CPU, a screened layer against "union", bit by bit."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import math

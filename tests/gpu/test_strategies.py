@@ -1,7 +1,5 @@
 """ "row" and "union" beside their Cases: ranges of 16 bits, lengths of lists, named workloads, memory, groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

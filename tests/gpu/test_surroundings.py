@@ -1,7 +1,5 @@
 """Surroundings of a call: captures that fork, captures of other threads, devices."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Controllers of sparsity on a GPU: states that come from files go on bit for bit, moving thresholds are rounded."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

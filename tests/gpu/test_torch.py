@@ -1,7 +1,5 @@
 """Modules compiled, calls without the dispatcher, the packaged library."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What habits share: results, their comparison, gradients, and the operators that run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Columns of derivatives: transforms, autocast, backward passes, main gradients, classes that override operators."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from contextlib import nullcontext

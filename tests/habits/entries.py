@@ -1,7 +1,5 @@
 """Rows of the table: every entry point, how it is called, and which habits do not apply to it, with the reason."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Columns of the table: what every entry point does. A habit is a function of an entry, and raises AssertionError."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -5,8 +5,6 @@ keyword arguments in Python, in which the right ones are known by their names; `
 In the sentence {name}, {value} and {type} stand for the first changed argument, its value and its type.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

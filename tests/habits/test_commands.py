@@ -5,8 +5,6 @@ its end stands for what another package says. Programs of the checkout are named
 there may be changes of the model in "llama": values of its config.json, and contents of files, null for none.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Every entry point by every habit: see ``entries`` and ``habits``."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

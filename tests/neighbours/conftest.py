@@ -1,7 +1,5 @@
 """Tests with packages of others: `make test-neighbours` installs them. A file skips itself where its one is missing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny models for the tests with other packages, and what a training step makes of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

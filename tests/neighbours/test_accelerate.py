@@ -1,7 +1,5 @@
 """accelerate: models spread over devices or offloaded, before and after ``sparsify``, and a step of ``Accelerator``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

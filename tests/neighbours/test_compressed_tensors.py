@@ -1,7 +1,5 @@
 """compressed-tensors: its checkpoints in e4m3, as transformers loads them, through ``sparsify`` and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeepSpeed: a step of ZeRO-1 and ZeRO-2, ZeRO-3's partitioned weights refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RWKV-7's channel mixing of flash-linear-attention: prompts, and steps with the state of the one before."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """peft: LoRA around gated layers runs sparse, around a pair it is refused, and merged adapters run sparse."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """bitsandbytes and torchao: layers whose weights they quantise, with adapters of peft and without."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

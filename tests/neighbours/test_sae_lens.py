@@ -1,7 +1,5 @@
 """SAELens: its classes compute the same through twell, its trainer trains them, and its files are read and written."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

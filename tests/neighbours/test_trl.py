@@ -1,7 +1,5 @@
 """TRL: a supervised fine-tuning trainer has its loss outside the model, and trains as ``SparsityCallback`` says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tests with a serving engine: `make test-serving` installs it. Checkpoints are tiny and random."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -8,8 +8,6 @@ Usage: python engine.py '{"model": FOLDER, "prompts": [[1, 2]], "tokens": 8, "en
 serves the prompts again; "by": how, "reload_weights" or "load_weights", which is called for each tensor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,7 +1,5 @@
 """Checkpoints for the tests with a serving engine, tiny and random, and what an engine made of them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Feed-forward layers in e4m3 through twell in vLLM: what vLLM's quant methods load, and the engine's tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers without a gate through twell in vLLM: the tokens of vLLM without the plug-in."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What vLLM runs by itself is no request: nothing of it is counted, measured or chosen by."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 On a CPU vLLM has no experts without a gate, so there is no engine without twell to compare with.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """twell's plug-in in vLLM's engine: the same tokens as without it, and other models untouched."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
