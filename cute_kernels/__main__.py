@@ -1,7 +1,5 @@
 """Command line for the build and for people: architectures, list, compile, manifest, report."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The ahead-of-time list: which specs a wheel carries. Other specs are compiled on first use."""
 
-from __future__ import annotations
-
 from .specs import ARCHITECTURES, PORTABLE, SM90, Spec, all_specs
 
 # The largest class is compiled on demand: few models have such a hidden size.

@@ -4,8 +4,6 @@ Needs no GPU. Each kernel module exposes ``signature(spec) -> (jit object, fake 
 here, as torch's current stream, which tvm-ffi supplies at call time.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """Shared-memory and register arithmetic. Pure Python: a choice is refused before anything is compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

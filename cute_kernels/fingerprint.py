@@ -1,7 +1,5 @@
 """Identity of a compiled kernel: hash of these sources and versions of the compiler. Pure Python."""
 
-from __future__ import annotations
-
 import hashlib
 from importlib import metadata
 from pathlib import Path

@@ -5,8 +5,6 @@ and dithers are words of Philox4x32-10 (Salmon et al., SC 2011) with a fixed key
 stream, 0, 0).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -4,8 +4,6 @@ A spec holds everything that changes code and nothing else. It is the cache key,
 ``symbol``, the name of the exported function. ``spec_from_symbol`` is the way back. Pure Python.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar

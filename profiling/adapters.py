@@ -8,8 +8,6 @@ compiled, twell chooses by "auto". Times are medians of CUDA graphs ("graph") an
 turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

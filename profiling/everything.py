@@ -14,8 +14,6 @@ profiling/results/. --list with names prints their commands, too.
 Exit status: 1 if a command failed or a result is red, 2 for a request that makes no sense, 3 if some are left, else 0.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

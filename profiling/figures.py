@@ -1,7 +1,5 @@
 """What ``profiling.readme`` shows of layers and of whole models: tables and sentences from profiling/results/."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

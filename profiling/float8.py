@@ -3,8 +3,6 @@
 python -m profiling.float8 profiling/results/float8*.json     # needs no GPU; generates the table that ships
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence

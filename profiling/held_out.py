@@ -12,8 +12,6 @@ own, beside the loss of graphs that are captured before any figure. ``profiling.
 Points go to --out after each one; --budget-s ends a run between points. --rows decides again at measured points.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

@@ -15,8 +15,6 @@ weights; "step, one thread" is the same with the backward pass in the calling th
 variants of a row of a table take turns, and a ratio is the median of those of each turn, since hosts wander.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -5,8 +5,6 @@ is the file, $FOLDER its folder, $BUDGET the seconds that are left, and $REAL an
 (``profiling.record``). ``FROZEN`` are results whose scripts are gone.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 INPUTS = {

@@ -15,8 +15,6 @@ most, weights and optimizer included. Loss and gradient norm of the first step m
 5 percent, else a row is red. The file is written after each mode. Exit status: 1 if a row is red.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import copy

@@ -7,8 +7,6 @@ launches one by one, between events. "dense" is the faster of eager and compiled
 PyTorch's own kernels, in the portable family that of the gate. Calls of few tokens read weights outside of L2.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -4,8 +4,6 @@ A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. NAME is a 
 profiling/results/, or a block of ``profiling.reference``, filled from the code. The rest of a page stays as it is.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -5,8 +5,6 @@ Layers of stacked experts become files for ``testing.load_experts``, with all of
 python -m profiling.record MODEL --text FOLDER --layers 3 6 --out RECORDED
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Markdown of operators, commands and public names: blocks of docs/ that ``profiling.readme`` fills from the code."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib

@@ -9,8 +9,6 @@ user's GPU. Rows go to --out after each step, so an interrupted run loses little
 Several files are merged; the last row for a problem counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ Use it on your own machines, never as a release: it contains the DSL runtime, wh
 Python, a CUDA build of torch, numpy and pytest.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import lzma

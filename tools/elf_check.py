@@ -3,8 +3,6 @@
 The machine that compiled it cannot load it, so this looks for what a loader would stumble over.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

@@ -3,8 +3,6 @@
 Exit status 1 with one line per fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

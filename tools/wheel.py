@@ -5,8 +5,6 @@ checks that the systems of a tag have all that the library needs, and refuses th
 than this machine's, a compiler and the libraries to link to come from the package index.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,7 +1,5 @@
 """``python -m profiling.bench``: check kernels, layers and models, then time them beside dense PyTorch."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The command ``python -m profiling.bench OP``: its arguments, the run, the table and the file."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Callable, Iterable, Sequence

@@ -8,8 +8,6 @@ between two readings, about a millisecond.
 The energy is that of the board with its memory, for every process on that GPU; no CPU and no power supply.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

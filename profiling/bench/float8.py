@@ -1,7 +1,5 @@
 """``python -m profiling.bench float8``: a layer of e4m3 weights beside dense fp8 products of PyTorch."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Benchmarks of one layer: ``TimedLayer`` is a workload, ``Forward`` and ``Training`` have its variants."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence

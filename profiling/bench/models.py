@@ -1,7 +1,5 @@
 """``python -m profiling.bench model``: a trained model on text, or the paper's configurations with random weights."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence

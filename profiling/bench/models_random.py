@@ -18,8 +18,6 @@ same ones, and layers differ. Random weights have none of that, so all of it is 
   usual initialisation attention would make all tokens of a sequence alike, and their neurons with them.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import re

@@ -1,7 +1,5 @@
 """``python -m profiling.bench moe``: a layer of routed experts beside grouped products of PyTorch."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

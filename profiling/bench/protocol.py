@@ -9,8 +9,6 @@ read while the GPU is busy. All calls on a layer share the weights, as in a mode
 them, too. A CPU stands in for a GPU without poisoned and peak memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import statistics

@@ -1,7 +1,5 @@
 """Output of measurements: tables, files, progress. Rows are dataclasses; their ``red`` is empty if all is well."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """``LayerRow``, one line of the table and of the data of a benchmark of layers, and the table's columns."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

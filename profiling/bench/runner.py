@@ -1,7 +1,5 @@
 """Checks variants, times those that are right, and makes their rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple

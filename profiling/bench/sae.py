@@ -1,7 +1,5 @@
 """``python -m profiling.bench sae``: a sparse autoencoder beside dense PyTorch, forward and in training."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

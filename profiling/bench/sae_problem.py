@@ -1,7 +1,5 @@
 """The sparse autoencoders that ``profiling.bench sae`` draws, and what their outputs and gradients must be."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 

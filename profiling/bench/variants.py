@@ -1,7 +1,5 @@
 """Variants of a bench: each is settled and checked, the right ones are recorded and then timed in turn."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The values of ``--workload`` and their problems: named, drawn from parameters, or recorded from a model."""
 
-from __future__ import annotations
-
 import math
 import zipfile
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Charts:
 {charts}
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

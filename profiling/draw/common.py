@@ -1,7 +1,5 @@
 """Shared by charts and pages: files of results, and tables."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

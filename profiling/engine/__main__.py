@@ -12,8 +12,6 @@ grouped heads, or trained, with --text.
     python -m profiling.engine --model nemotron --engines stock auto row --work FOLDER --out engine.json
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib

@@ -10,8 +10,6 @@ apart the two tokens are, in roundings of a bfloat16 logit. Up to 4 of them is a
     python -m profiling.engine.generate --model 16x2048x5632 --out generate.json   # on a GPU, four minutes
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

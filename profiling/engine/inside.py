@@ -1,7 +1,5 @@
 """Functions that run in the process of vLLM's worker; ``collective_rpc`` sends them by name."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

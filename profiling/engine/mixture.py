@@ -1,7 +1,5 @@
 """A drawn Nemotron-H, a model of routed experts, as a checkpoint of transformers for vLLM's own class."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

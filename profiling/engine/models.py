@@ -1,7 +1,5 @@
 """Models to serve, drawn or trained, as checkpoints of transformers."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -6,8 +6,6 @@ process answers with the same line in FOLDER/NAME.answer. Steps are timed while 
 run some have ended, and what their places in the graph's inputs hold says nothing.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

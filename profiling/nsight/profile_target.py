@@ -9,8 +9,6 @@ of domain "twell". The name of a kernel stands for the operator that launches it
 --trace makes torch.profiler record the calls: operators with their shapes, kernels with their names.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ for training, ``twell.distributed`` for tensor parallelism; both are imported at
 alone: no GPU, driver or compiler.
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING

@@ -1,7 +1,5 @@
 """``python -m twell``."""
 
-from __future__ import annotations
-
 import sys
 
 from twell.commands.cli import main

@@ -1,7 +1,5 @@
 """The ReLU family: the activation of a layer, its checks, and its formulas by torch's operators."""
 
-from __future__ import annotations
-
 import functools
 import math
 import struct

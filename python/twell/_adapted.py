@@ -7,8 +7,6 @@ and dequantised in each call: a copy could not be kept, as a write through ``.da
 added to weights, where 16 bits would round them away.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable

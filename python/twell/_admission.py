@@ -1,7 +1,5 @@
 """Checks of a layer's operands, made once: types, shapes, devices, dtypes, autocast, limits and main gradients."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import Counter

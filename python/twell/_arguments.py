@@ -1,7 +1,5 @@
 """Checks of public arguments: TypeError and ValueError that say "must be X, got Y"."""
 
-from __future__ import annotations
-
 import math
 import numbers
 import os

@@ -10,8 +10,6 @@ And BatchTopK (Bussmann et al., 2024, arXiv 2412.06410): of all tokens together 
 of the first tokens, and of a token the first neurons.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

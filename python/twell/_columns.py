@@ -6,8 +6,6 @@ one. Here weights are one node, values are copied by eight bytes, and each produ
 compiler gets PyTorch's operators, which it fuses.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast

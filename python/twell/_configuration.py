@@ -3,8 +3,6 @@
 Nothing here imports transformers: what has a ``config`` and ``save_pretrained`` is one of its models.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any, NamedTuple

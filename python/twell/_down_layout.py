@@ -5,8 +5,6 @@ holds the Parameter and its memory: no optimizer, list, state dict, view or expo
 layer puts the weight back before it hands it out: when it is listed, saved, copied, moved, or trained.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """How a call whose route is known is computed; ``functional`` checks operands and finds the route."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

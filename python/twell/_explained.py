@@ -1,7 +1,5 @@
 """The rows of ``twell.explain`` for a layer of ``twell.nn``."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

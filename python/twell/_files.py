@@ -1,7 +1,5 @@
 """Files and folders that appear whole or not at all, whatever ends the process that writes them; files of a folder."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import glob

@@ -3,8 +3,6 @@
 The model that is saved tells, wherever its layers come from: from ``quantize_`` of it or of a part, or by hand.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -5,8 +5,6 @@ many modules the layer has: one that was set beside a projection may take its ro
 types of tensors, which no kernel checks; see ``strategy/known.py``.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Tensors in memory: which share a byte, have two elements in one place, or are read by a captured graph."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

@@ -4,8 +4,6 @@ Functions marked as constants are not traced: torch.compile calls them and keeps
 ``torch.compiler.assume_constant_result`` sets, without importing Dynamo.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Whether calling a projection applies its weights and nothing else: no hooks, subclasses, overrides of operators."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Classes of others are known by their names, so that nothing of them is imported.
 something else than its class, has a reason in place of a reading, and only a call of it says what it computes.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, NamedTuple
 

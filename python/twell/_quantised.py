@@ -1,7 +1,5 @@
 """Calls of the functions on e4m3 weights: checks of operands, and the operator ``ffn_float8``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

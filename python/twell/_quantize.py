@@ -1,7 +1,5 @@
 """``quantize_``: the layers of a model in e4m3, in place."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

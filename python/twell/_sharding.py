@@ -36,8 +36,6 @@ Importing this module registers the operators' rules. ``twell.distributed`` impo
 given a DTensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 

@@ -22,8 +22,6 @@ of a module and ``tensor_parallel_plan`` those of a model::
 Importing this also registers the sharding rules of ``torch.ops.twell``. Needs a torch with distributed support.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """``sparse_experts``: the routed experts of a mixture, on the non-zeros of their gates."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -9,8 +9,6 @@ For inference. A layer takes bfloat16 tokens x [M, K] to e4m3 with a scale each,
 with gate and up [N, K] and down [K, N], as models hold them. Products of two e4m3 values are exact in float32.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

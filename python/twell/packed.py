@@ -1,7 +1,5 @@
 """``PackedTwell``: a packed gate with the sizes to read it. A pytree of three tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

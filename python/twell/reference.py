@@ -4,8 +4,6 @@ Tokens are [M, K], weights [N, K], bfloat16 or float16, without gradients. Layer
 ``twell.testing``.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

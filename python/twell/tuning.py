@@ -1,7 +1,5 @@
 """From a problem to the spec of the kernel that runs it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``sparse_up_down``: the up and down projections at the non-zeros of a gate that the caller has computed."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

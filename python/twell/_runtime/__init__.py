@@ -5,8 +5,6 @@
 the rest, which needs cutlass.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from types import ModuleType

@@ -6,8 +6,6 @@ stays, even if a process cannot load it: others can. Only the user can write the
 refused). A build holds a file lock and ends in a rename, so other processes wait for it and see all of it or nothing.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import functools

@@ -4,8 +4,6 @@ Nothing happens at import. Without cuda-python or a driver every query raises Ru
 ``describe`` reports it instead.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

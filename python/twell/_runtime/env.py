@@ -10,8 +10,6 @@ TWELL_DEBUG        0, 1       synchronise after each kernel, so that a fault sur
 =================  =========  ==================================================================================
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ Where it is not in use, Python runs programs launch by launch: with TWELL_DEBUG=
 launch, with TWELL_NVTX=1, which marks each launch, and in installs without the library.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

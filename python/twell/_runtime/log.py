@@ -1,7 +1,5 @@
 """The logger ``twell`` of the standard library's logging."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

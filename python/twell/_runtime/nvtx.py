@@ -11,8 +11,6 @@ With it, the package nvtx from 0.2.14 on (structured payloads) and numpy are nee
 marked. Nothing is marked while torch.compile traces; graph capture sees no difference.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

@@ -5,8 +5,6 @@ and ``manifest.json``: its architecture, versions, source hash and symbols. ``_l
 and so on. A library is loaded only where a GPU runs its code.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.metadata

@@ -1,7 +1,5 @@
 """From a spec to a callable kernel: this process, the packaged library, the user cache, compiling."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Which modules of a model ``sparsify_`` can replace, and what they compute."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -8,8 +8,6 @@ several, at ordinary and at extreme magnitudes. In a layer every operator is rec
 have no effect on these inputs. What a run cannot show, a branch on something else, is the word of who names the module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

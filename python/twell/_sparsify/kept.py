@@ -1,7 +1,5 @@
 """Projections that stay the modules that they are: with adapters of peft, or quantised by others than e4m3."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ A class counts by its own name, in the package that defines it. A subclass elsew
 nothing but an ``__init__`` of its own: with any method it may do something else.
 """
 
-from __future__ import annotations
-
 import types
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """``sparsify_``: plan which modules of a model are replaced, then replace all of them or none."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import types

@@ -3,8 +3,6 @@
 One pass: load the model and the text, observe the layers (``sparsity``), look times up (``prediction``), report.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 from collections.abc import Iterator, Sequence

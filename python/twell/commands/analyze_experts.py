@@ -1,7 +1,5 @@
 """The part of ``twell analyze`` about stacked experts: tables, verdict and rows of the CSV."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The command line: ``twell`` and ``python -m twell``."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

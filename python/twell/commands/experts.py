@@ -1,7 +1,5 @@
 """The sparsity of a model's stacked experts on text, and the speed to expect of it: figures of ``twell analyze``."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """``twell info``: versions, devices, kernels, what launches them, the table of "auto", the environment, anywhere."""
 
-from __future__ import annotations
-
 import json
 import logging
 import platform

@@ -1,7 +1,5 @@
 """The strategy and speed that measured times promise for layers of some sparsity: what ``twell analyze`` expects."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

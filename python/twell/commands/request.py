@@ -1,7 +1,5 @@
 """Requests and tables of the command line: argument types, the device, errors, exit codes, columns of text."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -3,8 +3,6 @@
 Shared by ``twell analyze`` and ``profiling.record``. Needs the extra ``hf``.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import re

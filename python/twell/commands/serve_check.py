@@ -1,7 +1,5 @@
 """``twell serve-check``: what a server would run in each layer of a checkpoint, and what to expect of it."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The sparsity of a model's feed-forward layers on text: what ``twell analyze`` observes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@
 times only show that a measurement runs.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

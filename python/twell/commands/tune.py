@@ -12,8 +12,6 @@ factors are the shares of neurons that a tile of 128 tokens, a token and a token
 candidates of a tile (``costs.factors``), which the screen counts.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import itertools

@@ -1,7 +1,5 @@
 """``SparsityCallback``: the training recipe for the Trainer of transformers."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

@@ -9,8 +9,6 @@ But an executor calls ``WorkerWrapperBase.execute_model`` for the steps that the
 vLLM's own runs begin inside the worker. So calls within it are of requests, if the plan has tokens.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

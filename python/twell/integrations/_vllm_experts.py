@@ -8,8 +8,6 @@ quantised ones it makes one of several others, before which twell is not asked: 
 vLLM loads and shards the weights, routes and scales, runs shared experts and adds the results of ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterator

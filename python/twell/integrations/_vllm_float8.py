@@ -9,8 +9,6 @@ more, and one static scale each, of which all take the largest, as in vLLM.
 Weights that vLLM is asked to quantise as it loads them are quantised here, by rows.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """What a worker of vLLM says of twell when its model is made: whether kernels run, and what will."""
 
-from __future__ import annotations
-
 import torch
 
 from twell._activation import Activation

@@ -9,8 +9,6 @@ So an FFN with a gate is a call of that one. One without keeps the code around i
 and its activation does nothing.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

@@ -4,8 +4,6 @@
 itself with ``from_pretrained(..., experts_implementation="twell")``, after an import of this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ The layouts, by the configuration's keys; each weight is ``weight`` [out, in], a
 Lists of modules that stay in 16 bits are read as their writers mean them. All else is refused with what was found.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase

@@ -5,8 +5,6 @@ A file holds W_enc [d_in, d_sae], W_dec [d_sae, d_out], b_enc, threshold [d_sae]
 ``affine_skip_connection`` [d_in, d_out], too. None subtracts b_dec from x.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

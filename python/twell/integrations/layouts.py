@@ -5,8 +5,6 @@ row per neuron. If the two lengths differ, the shape decides. A square weight ne
 config.json or in the metadata of its safetensors file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

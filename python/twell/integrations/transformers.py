@@ -25,8 +25,6 @@ spread the model over GPUs, before or after ``sparsify``, but not offload it: we
 before it, and after it run dense or raise.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Iterable

@@ -22,8 +22,6 @@ The configuration may have ``sparsity_strategy``, ``sparsity_screen``, ``sparsit
 Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the model, ``_vllm_experts`` routed experts.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

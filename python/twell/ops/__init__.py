@@ -4,8 +4,6 @@ They take matrices, [M, K] tokens and [N, K] weights with one row per neuron, ch
 gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is the door that users come through.
 """
 
-from __future__ import annotations
-
 from twell.ops.experts import experts
 from twell.ops.experts_float8 import experts_float8
 from twell.ops.ffn import ffn, ffn_aux

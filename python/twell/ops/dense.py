@@ -3,8 +3,6 @@
 In the operators gate and up of few tokens are one product, where the weights lie so, as in engines.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -13,8 +13,6 @@ is [T, K]. On a CPU "auto" is dense, and an id below -1 or of E or more raises V
 ``twell.sparse_experts``.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

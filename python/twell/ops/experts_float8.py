@@ -10,8 +10,6 @@ w_gate, w_up and w_down are e4m3 [E, N, K], gate_scale and up_scale [E, N], down
 16. "row" takes no w_up, and ``invariant`` must be False. All else is as in ``experts``; y is bfloat16.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

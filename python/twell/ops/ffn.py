@@ -19,8 +19,6 @@ both over all tokens.
 the layer has a gate, K is at most 4,096 and N at most 16,384 (8,192 in float16).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

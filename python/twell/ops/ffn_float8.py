@@ -12,8 +12,6 @@ x, w_gate, w_up and w_down have the shapes of ``ffn``, and K is a multiple of 16
 up_scale [N], down_scale [K]. b_gate, b_up [N] and b_down [K] are bfloat16. All else is as in ``ffn``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ x [M, K], w_gate [N, K] and b_gate [N] are bfloat16 or float16, and ``compressio
 and W = 256 / compression words is int32 [M, T * W], spill [M, T * 256] of x's dtype, stats int32 [ceil(M / 8), T, 2].
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -24,8 +24,6 @@ multiples of 256 bytes on.
 On the CPU values may be wider than 16 bits. Then the entries hold none, and the values follow the up projections.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ requests dx [M, K]; weight_grad requests dw_gate, dw_up, dw_down [N, K], db_gate
 requested, or has no operand, is an empty [0].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ x's dtype.
 All else is as in ``hybrid_backward``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

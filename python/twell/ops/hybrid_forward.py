@@ -14,8 +14,6 @@ y is [M, K]; l1, the sum of |h|, is 0-d float32, or float64 where x is; nonzeros
 backward, at most 1.0 KB per token at N = 5,632. ``activation`` and ``threshold`` are the layer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

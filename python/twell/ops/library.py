@@ -1,7 +1,5 @@
 """Registration of operators, checks of operands and their layout for kernels."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence

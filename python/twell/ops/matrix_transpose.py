@@ -6,8 +6,6 @@ copied at the memory rate, five times as fast as by PyTorch (H200, 5,632 x 2,048
 matrix [R, C] becomes [C, R].
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from twell.ops.library import check_rank, register, transpose

@@ -4,8 +4,6 @@ gate is bfloat16 or float16. words, spill and stats are as in ``gate_pack``, and
 threshold for each neuron in its second half; the first is not read, as the gate has its biases.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

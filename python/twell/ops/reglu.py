@@ -9,8 +9,6 @@ upstream is the gradient of hidden, d_gate and d_up are those of gate and up; ``
 layer's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -9,8 +9,6 @@ Neurons that any of 128 tokens may fire are candidates of these tokens. Their ga
 but a value's neuron is its place in the list of its 128 tokens' candidates.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Outputs of slices are rounded, added in fp32 in the order of the slices, to the 
 once more. So is the gradient of x.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

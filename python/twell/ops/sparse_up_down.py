@@ -8,8 +8,6 @@ gate is [M, N]; x [M, K], w_up [N, K] and b_up [N], or none of them; w_down [N, 
 ``sparse_up_down_aux`` also returns l1 and nonzeros, as ``ffn_aux``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple

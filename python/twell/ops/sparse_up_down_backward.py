@@ -7,8 +7,6 @@ gate, x, w_up, w_down, b_up and kept are those of the forward pass. input_grad, 
 wanted: dx, d_gate, or dw_up, dw_down and db_up; each is empty where it is not wanted or not there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ computes. Without ``w_up``, x and ``b_up`` h is the activation of the gate.
 Operands are those of ``sparse_up_down`` and, as in ``hybrid_forward``, held, activation and threshold.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

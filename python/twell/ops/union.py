@@ -9,8 +9,6 @@ With T = ceil(N / 256) l1 is float32 [ceil(M / 128), max(128, T)], partial sums 
 int32 [ceil(M / 128) + 1]: the number of neurons that each tile fires, and one more that the kernels use.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

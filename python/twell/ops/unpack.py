@@ -4,8 +4,6 @@ words and spill of n neurons, with the ``compression`` of their packing, become 
 stores whole tiles and not the number of neurons: a smaller n with the same number of tiles leaves out the rest.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

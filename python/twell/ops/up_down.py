@@ -13,8 +13,6 @@ x is [M, K], words and spill are those of its gate, packed with this ``compressi
 [N] and b_down [K]. y is [M, K] of their dtype, l1 float32 [M].
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ gate has at most 65,536 neurons; level, below and above [n] are of its dtype. In
 and below and above are the ends of its window.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

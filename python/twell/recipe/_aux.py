@@ -1,7 +1,5 @@
 """Figures of each call of a layer, for the loss and the tracker, recorded by hooks that compiled graphs run, too."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 

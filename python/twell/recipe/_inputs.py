@@ -1,7 +1,5 @@
 """The inputs that layers have kept, and what is computed of them after the forward pass."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The L1 term of the loss, from what the layers have recorded."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

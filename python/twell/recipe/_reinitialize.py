@@ -1,7 +1,5 @@
 """Draw dead neurons back towards their initialisation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 from typing import Any

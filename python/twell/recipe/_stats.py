@@ -1,7 +1,5 @@
 """The report of a sparsity tracker: figures of each layer, and of a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

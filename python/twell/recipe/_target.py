@@ -1,7 +1,5 @@
 """Controllers that steer L1, or L1 and FATReLU's threshold, to a number of non-zeros, without a wait in the step."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterable

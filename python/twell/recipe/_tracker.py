@@ -1,7 +1,5 @@
 """``SparsityTracker``: sparsity of each layer, by neuron and by position, without a wait in the step."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Writers of figures: CSV always, TensorBoard and Weights & Biases if they are installed."""
 
-from __future__ import annotations
-
 import csv
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """What each strategy costs a layer, in times of dense, and the choice by it: ``decide``. Nothing is measured here."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

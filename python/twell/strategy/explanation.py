@@ -1,7 +1,5 @@
 """The strategies of layers as ``twell.explain`` shows them: data, and a table."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

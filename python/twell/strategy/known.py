@@ -4,8 +4,6 @@ A call that took the long way leaves a ``Known``. Who looks it up asks only what
 is compared by the program (``Executable.ran``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ they know and ask. The answer is a ``Route`` or a ``Refusal``. A route to "auto"
 figures that an ``AutoStrategy`` measured (``twell.strategy.site``) or without any (``twell.strategy.costs``).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -7,8 +7,6 @@ GPU model, at the first decision there. A file that cannot be used is ignored, w
 used, as the shipped table is, with one warning.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

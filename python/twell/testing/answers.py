@@ -1,7 +1,5 @@
 """Outputs and gradients of a problem: in float64, by plain PyTorch, and through twell."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

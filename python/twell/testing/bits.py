@@ -1,7 +1,5 @@
 """Comparisons bit by bit, and memory full of NaN, in which an unwritten element shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """The call that a case asks for, by the public functions and modules, and what surrounds it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

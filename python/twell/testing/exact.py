@@ -1,7 +1,5 @@
 """Problems of small integers, whose sums fp32 holds exactly in any order, and their only right answers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

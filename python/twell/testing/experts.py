@@ -1,7 +1,5 @@
 """Layers of experts: drawn problems and their answers."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -6,8 +6,6 @@ projection, whose results, times the share that all roundings together may take,
 Nothing here is the package's code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The line that names the machine of a measurement."""
 
-from __future__ import annotations
-
 import platform
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ A gate's pattern comes from the first features of x: 0 is the popularity of neur
 Integers are so small that fp32 holds every sum in any order, and 16 bits every gate, up projection and hidden state.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The demo's comparison: trained FFN layers through TwELL and through dense PyTorch, each against float64."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The demo's text: the files of a folder as bytes, split by whole files into a training and a held-back part."""
 
-from __future__ import annotations
-
 import random
 import sysconfig
 from dataclasses import dataclass

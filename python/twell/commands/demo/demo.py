@@ -1,7 +1,5 @@
 """``twell demo``: train a small ReLU-gated transformer with L1, then compare its FFN layers sparse and dense."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import math

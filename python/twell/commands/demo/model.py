@@ -1,7 +1,5 @@
 """The demo's model: a small Llama-like byte-level transformer with a ReLU-gated FFN, and its time-boxed training."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
