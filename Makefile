@@ -76,7 +76,7 @@ test: $(stamp) ## the tests of a pull request; the GPU's are skipped without one
 	"$(PY)" -m pytest --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
 
 quick: $(stamp) ## tests of the library on a CPU, in two minutes
-	"$(PY)" -m pytest --numprocesses $(WORKERS) $(quick:%=tests/cpu/test_%.py) tests/habits $(ARGS)
+	"$(PY)" -m pytest --numprocesses $(WORKERS) $(quick:%=tests/cpu/test_%.py) tests/habits tests/cases $(ARGS)
 
 check: $(stamp) ## one kernel: compile it, report its registers, run the tests that read its source; K=gate_pack
 	"$(PY)" -m cute_kernels report $(K)

@@ -18,8 +18,8 @@ part for d_up. Sums of |h| are those of 64 tokens and 128 neurons, in a row for 
 activation may be given, [M, N]. Then d_gate is in no product, but a result if it is not empty.
 
 Persistent, one CTA per SM. Every product is one of tiles of 128 rows and 256 columns, with the main loop of
-sm80/product.py, which fills the ring anew. The score of a tile is two or three in turn. Its gates, and in backward the
-fp32 up, which do not fit in registers beside the next sums, wait in the tile's own place in the parts.
+sm80/product.py, and a ring of its own. The score of a tile is two or three in turn. Its gates, and in backward the fp32
+up, which do not fit in registers beside the next sums, wait in the tile's own place in the parts.
 
 Who computes waits for all others, so all must run at the same time. A launch alone does not promise that: other kernels
 may hold multiprocessors. So CTAs enlist when they begin. The first one closes the list, and who comes later returns.
@@ -561,7 +561,7 @@ def pair_at(matrix: cute.Tensor, row: Int32, column: Int32) -> Any:
 
 @cute.jit
 def either(first: Boolean, one: cute.Tensor, other: cute.Tensor) -> Any:
-    """One of two row-major matrices; its shape is that of `one`, but for rows of an empty matrix."""
+    """One of two row-major matrices, with the shape of `one`, which the caller knows to fit both."""
     where = cutlass.select_(first, one.iterator.toint(), other.iterator.toint())
     pointer = cute.make_ptr(one.element_type, where, cute.AddressSpace.gmem, assumed_align=16)
     stride = cutlass.select_(first, one.stride[0], other.stride[0])

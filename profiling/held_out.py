@@ -160,13 +160,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, metavar="FILE", help="write the points as JSON")
-    add(
-        "--tuning",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="decide by a table fitted to these files of profiling.tune",
-    )
+    add("--tuning", nargs="+", type=Path, metavar="FILE", help="decide by a table fitted to these files of tune")
     add("--rows", type=Path, metavar="FILE", help="measure nothing, decide at the points of this file")
     add("--seconds", type=float, default=0.1, help="GPU time for the samples of one point (default: %(default)s)")
     add("--budget-s", type=float, default=240.0, help="start no point after this many seconds (default: %(default)s)")

@@ -14,7 +14,7 @@ from profiling.bench import DESCRIPTION, report
 from profiling.bench.energy import EnergyMeter, open_meter
 from profiling.bench.layers import DECODED, DTYPES, INVARIANT, OPS, SCREENED, STRATEGIES, Options
 from profiling.bench.protocol import Ceilings, Device, Gpu
-from profiling.bench.rows import COLUMNS, LayerRow, named
+from profiling.bench.rows import COLUMNS, LayerRow
 from profiling.bench.runner import Job, Runner
 from profiling.bench.workloads import EXPLAINED, NAMED, parse
 from twell import testing
@@ -137,7 +137,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-eager", action="store_true", help="graphs alone, without eager calls of ffn and train")
     add("--memory", action="store_true", help="peak memory of inference; training always measures it")
     add("--energy", action="store_true", help="energy per token, by NVML: each variant alone")
-    add("--kernels", action="store_true", help="time of each kernel in a call")
     add("--json", type=Path, metavar="FILE", help="file for the data")
 
 
@@ -201,7 +200,6 @@ def _options(arguments: argparse.Namespace, by_default: int) -> tuple[tuple[int,
         arguments.compression,
         decoded,
         activation=activation,
-        kernels=arguments.kernels,
         memory=arguments.memory,
         eager=not arguments.no_eager,
         seconds=arguments.seconds,
@@ -222,7 +220,7 @@ def _facts(
     meter: EnergyMeter | None,
 ) -> dict[str, Any]:
     """What a file holds besides rows."""
-    kept = ("dtype", "compression", "activation", "threshold", "device", "compile", "memory", "kernels", "no_eager")
+    kept = ("dtype", "compression", "activation", "threshold", "device", "compile", "memory", "no_eager")
     asked = {name: getattr(arguments, name) for name in (*kept, "energy", "seconds")}
     asked |= {"ops": options.ops, "workload": list(dict.fromkeys(job.source.name for job in jobs))}
     asked |= {"m": list(dict.fromkeys(job.m for job in jobs)), "k": jobs[0].k, "n": jobs[0].n}
@@ -283,9 +281,6 @@ def _print(this: report.Run, arguments: argparse.Namespace, ceilings: Ceilings) 
         report.print_table(report.used(COLUMNS, found), found)
     elif this.complete:
         print("nothing to time: no pattern is too large for the hybrid format")
-    for row in found:
-        if row.kernels is not None:
-            _print_kernels(row)
     if arguments.device == "cpu":
         print("on a CPU, whose times mean nothing; -m, -k and -n change the sizes")
     above = f" above {arguments.threshold:g}" if arguments.threshold else ""
@@ -294,15 +289,6 @@ def _print(this: report.Run, arguments: argparse.Namespace, ceilings: Ceilings) 
         f"ceilings: {ceilings.flops / 1e12:.3g} TFLOP/s and {ceilings.memory / 1e12:.3g} TB/s of memory measured now, "
         f"{ceilings.l2 / 1e12:.3g} TB/s of L2 assumed"
     )
-
-
-def _print_kernels(row: LayerRow) -> None:
-    """Print the microseconds of each kernel in one call, the longest first."""
-    assert row.kernels is not None
-    total = sum(row.kernels.values()) * 1e3
-    print(f"{row.workload}, {row.tokens} tokens, {row.variant} ({named(row)}): {total:.0f} us in a queued call")
-    for symbol, ms in sorted(row.kernels.items(), key=lambda item: -item[1]):
-        print(f"  {ms * 1e3:8.1f}  {symbol}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -58,7 +58,6 @@ class Options:
     decoded: tuple[int, ...] = ()
     compiled: Callable[..., Tensor] | None = None
     activation: Activation = RELU
-    kernels: bool = False
     memory: bool = False
     eager: bool = True
     seconds: float = 3.0

@@ -44,7 +44,6 @@ operations:
 variants:
   dense         strategy "dense": cuBLAS products and, in eager mode, one kernel for relu(gate) * up
   sparse        strategy "auto", settled before anything is timed or compiled
-  unscreened    with --unscreened: the same, but the int8 screen of the gate is off
   eager, compiled   without and with torch.compile of each decoder layer
 
 columns:
@@ -112,7 +111,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--compile", metavar="BACKEND", help="default, none, or a backend of torch.compile (default; none on a CPU)")
     add("--rounds", type=at_least(1), metavar="N", default=5, help="timed calls of each variant (%(default)s)")
     add("--energy", action="store_true", help="energy per token, by NVML: each variant alone")
-    add("--unscreened", action="store_true", help='time "auto" also without the int8 screen of the gate')
     add("--json", type=Path, metavar="FILE", help="write the data")
 
 
@@ -208,7 +206,6 @@ def _settings(arguments: argparse.Namespace, subject: Subject) -> Settings:
         accumulate=sequences // micro_batch,
         rounds=arguments.rounds,
         backend={"default": _BACKEND, "none": ""}.get(compiled, compiled),
-        unscreened=arguments.unscreened,
     )
 
 

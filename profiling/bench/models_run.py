@@ -35,7 +35,6 @@ from twell.recipe._tracker import strategy_of
 from twell.testing import Errors
 
 OPS = ("forward", "logits", "train")
-UNSCREENED = "unscreened"
 
 # Largest errors against fp32 over those of dense eager: of the whole, and of the worst token or weight. The latter
 # finds faults in one place, as large as the values themselves; in trained models it varies. Both are for many tokens;
@@ -89,11 +88,7 @@ class ModelRow:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a measurement.
-
-    ``backend`` is torch.compile's, "" for no compiled variants. ``unscreened`` adds sparse variants whose "auto" takes
-    no int8 screen.
-    """
+    """The settings of a measurement. ``backend`` is torch.compile's, "" for no compiled variants."""
 
     batch: int
     micro_batch: int
@@ -101,7 +96,6 @@ class Settings:
     rounds: int
     backend: str = "inductor"
     energy_seconds: float = 4.0
-    unscreened: bool = False
 
     def sequences(self, op: str) -> int:
         """Sequences of a call."""
@@ -109,9 +103,8 @@ class Settings:
 
     def kinds(self) -> list[tuple[str, str, bool]]:
         """(name, strategy, compiled) of all variants. Errors are relative to those of the first."""
-        names = [("dense", "dense"), ("sparse", "auto")]
-        names += [(UNSCREENED, "auto")] * self.unscreened
-        return [(*kind, compiled) for kind in names for compiled in ((False, True) if self.backend else (False,))]
+        compiled = (False, True) if self.backend else (False,)
+        return [(*kind, each) for kind in (("dense", "dense"), ("sparse", "auto")) for each in compiled]
 
 
 class Subject:
@@ -178,7 +171,6 @@ class Variant:
         set_down_layout(self.model, "rows")
         for layer in self.layers.values():
             layer.strategy = strategy  # type: ignore[assignment]
-            layer.screen = "off" if self.kind == UNSCREENED else "auto"
         self.strategy, self.micro_batch = strategy, micro_batch
         self.device = next(model.parameters()).device
 

@@ -11,7 +11,6 @@ them, too. A CPU stands in for a GPU without poisoned and peak memory.
 
 import dataclasses
 import gc
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -94,15 +93,6 @@ class Device(timing.Device):
         """Bytes that a forward pass saves for backward, without its operands and y; None if unknown."""
         return None
 
-    def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
-        """Mean milliseconds of each kernel in one call, by symbol; "torch" is the rest, on a CPU all."""
-        samples = []
-        for i in range(rounds * copies):
-            start = self.clock()
-            call(i % copies)
-            samples.append((self.clock() - start) * 1e3)
-        return {"torch": statistics.mean(samples)}
-
     def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
         """The ceilings, measured now, on a CPU by small matrices, and the machine line."""
         return _ceilings(self, 256, 1 << 22, dtype, l2_tbs, 0.01)[0], testing.machine_line(self.torch_device)
@@ -145,7 +135,10 @@ class Gpu(timing.Gpu, Device):
         torch.cuda.empty_cache()
 
     def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
-        """Times by events around launches; the GPU sleeps until the host has queued a call, so there are no gaps."""
+        """Mean milliseconds of each kernel in one call, by symbol; "torch" is the rest.
+
+        By events around launches; the GPU sleeps until the host has queued a call, so there are no gaps.
+        """
         original = resolve.resolve
         launches: list[tuple[str, Any, Any]] = []
 

@@ -39,8 +39,6 @@ class LayerRow:
     dense_worst_row: float | None = None
     kept_bytes: int | None = None
     peak_bytes: int | None = None
-    # milliseconds by kernel
-    kernels: dict[str, float] | None = None
     tokens: int = 0
     # the strategy requested and the one that ran; empty if there is no choice
     requested: str = ""

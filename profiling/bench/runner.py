@@ -17,9 +17,6 @@ from twell.testing import Comparison
 # Dense PyTorch.
 KINDS = ("eager", "compiled")
 
-# Copies for timing single kernels: each call waits for a sleeping GPU.
-KERNEL_COPIES = 8
-
 
 class Job(NamedTuple):
     """A workload and the sizes of its layer."""
@@ -35,12 +32,7 @@ class Runner:
     """Runs ``options`` on one workload after another. Call it without gradients."""
 
     def __init__(
-        self,
-        options: Options,
-        device: Device,
-        ceilings: Ceilings,
-        progress: Progress,
-        meter: EnergyMeter | None = None,
+        self, options: Options, device: Device, ceilings: Ceilings, progress: Progress, meter: EnergyMeter | None = None
     ) -> None:
         self._options, self._device, self._ceilings = options, device, ceilings
         self._progress, self._meter = progress, meter
@@ -90,9 +82,6 @@ class Runner:
                 note_times(rows[key], times[key], _dense(variant, times))
                 figures = variant.figures(settled.strategy)
                 note_rates(rows[key], variant.flop, figures, self._device.torch_device.type == "cuda")
-                if self._options.kernels and variant.requested and settled.strategy != "dense":
-                    copies = min(variant.copies, KERNEL_COPIES)
-                    rows[key].kernels = self._device.kernel_times(settled.now, copies)
             for way in ("queued", "waited") if eager else ():
                 # as many calls in a row as graphs have: after more of them the power limit lowers the next one's clock
                 calls = {key: self._device.eager(way, each.settled.call, layer.copies) for key, each in found.items()}

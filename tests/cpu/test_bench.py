@@ -152,7 +152,7 @@ def test_a_recorded_layer_is_timed_with_its_own_sizes(bench: Callable[..., Resul
 
 
 def assert_no_speed(row: dict[str, Any]) -> None:
-    names = "ms p10_ms p90_ms tflops executed_tflops l2_gather_gbs memory_gbs floor_share kernels"
+    names = "ms p10_ms p90_ms tflops executed_tflops l2_gather_gbs memory_gbs floor_share"
     names += " speedup_dense energy_mj queued_ms waited_ms queued_speedup"
     assert {name: row[name] for name in names.split() if row[name] is not None} == {}
     assert row["samples"] == 0
@@ -354,7 +354,7 @@ def run(options: Options, meter: Any = None) -> list[LayerRow]:
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_memory_is_measured_for_training_and_on_request(memory: bool) -> None:
-    found = run(Options(OPS, decoded=(2,), memory=memory, kernels=True, seconds=1e-3))
+    found = run(Options(OPS, decoded=(2,), memory=memory, seconds=1e-3))
     steps = {"train", "dense eager train"}
     assert {row.variant for row in found if row.kept_bytes == 1024} == steps
     assert {row.variant for row in found if row.peak_bytes == 4096} == ({r.variant for r in found} if memory else steps)

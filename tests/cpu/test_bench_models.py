@@ -193,22 +193,6 @@ def test_chance_makes_no_row_red(op: str, length: int, seed: int, monkeypatch: p
     assert [row.red for row in rows] == ["", ""]
 
 
-def test_the_same_model_without_the_screen(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    screens = []
-    measured = models_run.Variant.settle
-
-    def settle(variant: Any, batches: Any) -> None:
-        screens.append((variant.kind, {layer.screen for layer in variant.layers.values()}))
-        measured(variant, batches)
-
-    monkeypatch.setattr(models_run.Variant, "settle", settle)
-    rows = models_run.run_op(subject, "forward", settings(unscreened=True))
-    assert [(row.variant, row.red) for row in rows] == [
-        (f"{kind} eager", "") for kind in ("dense", "sparse", "unscreened")
-    ]
-    assert screens == [("sparse", {"auto"}), ("unscreened", {"off"})]
-
-
 def settings(**changes: Any) -> Settings:
     given: dict[str, Any] = {"batch": 2, "micro_batch": 2, "accumulate": 1, "rounds": 1, "backend": ""}
     return Settings(**(given | changes))

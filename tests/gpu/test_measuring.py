@@ -1,4 +1,4 @@
-"""What measures on a GPU, on small problems for seconds: layers with their kernels, a soak, repeats."""
+"""What measures on a GPU, on small problems for seconds: layers, a soak, repeats."""
 
 import json
 from pathlib import Path
@@ -11,9 +11,9 @@ from tests import sanitize, soak
 
 
 @pytest.mark.parametrize("compiled", ["none", "default"])
-def test_layers_and_their_kernels_are_timed(compiled: str, tmp_path: Path) -> None:
+def test_layers_are_timed(compiled: str, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    words = "ffn,decode,train --kernels -m 512 -k 512 -n 1024 --workload nnz=29 --m-decode 1,8,64".split()
+    words = "ffn,decode,train -m 512 -k 512 -n 1024 --workload nnz=29 --m-decode 1,8,64".split()
     assert bench.main([*words, "--compile", compiled, "--seconds", "0.01", "--json", str(out)]) == 0
     rows = {(row["variant"], row["tokens"]): row for row in json.loads(out.read_text())["rows"]}
     for key in [("ffn", 512), ("train", 512), *(("decode", m) for m in (1, 8, 64))]:

@@ -27,7 +27,8 @@ def test_habit(entry: str, habit: str) -> None:
 def test_refusal(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole sentences; the next right call is right, and no file is left."""
     monkeypatch.chdir(tmp_path)
-    assert not "\n".join(wrong(section))
+    if found := "\n".join(wrong(section)):
+        pytest.fail(found, pytrace=False)
     assert not list(tmp_path.iterdir())
 
 
