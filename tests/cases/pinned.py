@@ -12,6 +12,8 @@ def cases(line: str) -> Iterator[Case]:
     """The cases of a line: "m=1|9" is one for each, and "dtype=bf16/fp16" one of these, drawn by the other words."""
     kind, *words = line.partition("#")[0].split()
     fields = [word.partition("=")[::2] for word in words]
+    if wrong := [word for word, (name, value) in zip(words, fields) if not (name and value)]:
+        raise ValueError(f"a line has words such as m=128, got {wrong[0]!r} in {line!r}")
     for values in itertools.product(*(value.split("|") for _, value in fields)):
         own = {
             name: random.Random(f"{kind} {values} {name}").choice(value.split("/"))

@@ -50,6 +50,12 @@ def attempt(case: Case, device: torch.device) -> Result:
     return result
 
 
+def asks_nothing(case: Case, result: Result) -> bool:
+    """Whether a case that is right has no non-zero, without saying so by its pattern."""
+    sparse = case.m > 0 and case.is_sparse and case.pattern != "none" and case.kind != "experts"
+    return result.verdict == "ok" and sparse and not result.nonzeros
+
+
 def run(case: Case, device: torch.device, result: Result) -> None:
     """Run a case; raise Mismatch, or the call's own exception, if it fails."""
     o = build(case, device)

@@ -621,17 +621,23 @@ def test_an_activation_of_the_family_counts_in_a_sparse_model(fields: dict[str, 
     assert model.config.hidden_act == fields["hidden_act"]
 
 
-def test_layers_without_a_gate(tmp_path: Path) -> None:
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_layers_without_a_gate(activation: Any, tmp_path: Path) -> None:
     expected = stock("llama")
     for block in expected.model.layers:
-        block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj)
+        block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj, activation=activation)
     for transposed in (False, True):
-        fields = PAPER | {"sparsity_gated_mlp": False}
+        # other stock activations are ignored
+        named = {"hidden_act": activation if activation == "relu2" else "silu"}
+        fields = PAPER | {"sparsity_gated_mlp": False} | named
         model = load(store(expected, tmp_path / str(transposed), transposed=transposed, **fields))
         assert {type(layer) for layer in layers(model).values()} == {SparseMLP}
         assert torch.equal(out(model), out(expected))
     model.save_pretrained(tmp_path / "again")
     assert torch.equal(out(load(tmp_path / "again")), out(expected))
+    # the stock class would draw a gate
+    with pytest.raises(ValueError, match=r"transformers\.load reads it"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -676,7 +682,8 @@ def test_other_heads_of_files_of_0_3(tmp_path: Path) -> None:
         assert type(model).__name__ in ("LlamaForSequenceClassification", "LlamaModel")
         body, right = getattr(model, "model", model), dense.model
         assert torch.equal(out(sparsify(body)), out(right))
-    for changes in ({"sparsity_down_layout": "rows"}, {"sparsity_gated_mlp": False}):
+    square = {"sparsity_down_layout": None, "intermediate_size": K}
+    for changes in ({"sparsity_down_layout": "rows"}, {"sparsity_gated_mlp": False}, square):
         store(dense, folder, transposed=False, **of_0_3("llama", **changes))
         with pytest.raises(ValueError, match=r"transformers\.load reads it"):
             auto.from_pretrained(folder)

@@ -33,8 +33,8 @@ FIGURES_KEY = "sparsity_figures"
 _SETTINGS = ("strategy", "screen", "invariant", "compression")
 _PREFIX = "sparsity_"
 
-# Key of the paper's configurations: False for layers without a gate.
-UNGATED_KEY = f"{_PREFIX}gated_mlp"
+# Keys of the paper's configurations: False for layers without a gate, and their neurons.
+UNGATED_KEY, NEURONS_KEY = f"{_PREFIX}gated_mlp", f"{_PREFIX}new_intermediate_size"
 
 # Keys that twell writes; other keys with their prefix are the paper's.
 OWN_KEYS = (
@@ -64,7 +64,7 @@ def stock_of_sparse(content: Mapping[str, Any]) -> str | None:
     Those are known by their model type or architecture or, of the paper's code, by its keys.
     """
     kind, named = content.get("model_type"), content.get("architectures") or ()
-    theirs = any(key.startswith(_PREFIX) and key not in OWN_KEYS for key in content)
+    theirs = UNGATED_KEY in content or NEURONS_KEY in content
     for architecture, (stock, (own, paper)) in SPARSE.items():
         if kind in (own, paper) or architecture in named or (theirs and kind == own.removeprefix("sparse_")):
             return stock
@@ -76,7 +76,7 @@ def as_stock(content: Mapping[str, Any]) -> dict[str, Any]:
 
     A stock activation that it names is ignored, which is logged once.
     """
-    left_out = ("model_type", "auto_map", f"{_PREFIX}new_intermediate_size")
+    left_out = ("model_type", "auto_map", NEURONS_KEY)
     fields = {key: value for key, value in content.items() if key not in left_out}
     if fields.get(UNGATED_KEY, True):
         fields.pop(UNGATED_KEY, None)
@@ -221,7 +221,7 @@ def folder_layouts(folder: Path) -> dict[str, DownLayout]:
 
 def intermediate_size(config: Mapping[str, Any]) -> int | None:
     """The neurons of an FFN from a configuration; the paper's own key comes before those of the base model."""
-    for key in ("sparsity_new_intermediate_size", "intermediate_size", "ffn_dim"):
+    for key in (NEURONS_KEY, "intermediate_size", "ffn_dim"):
         if isinstance(size := config.get(key), int):
             return size
     return None

@@ -169,7 +169,8 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     ``Qwen2ForCausalLM``: with ReLU, whatever stock activation ``hidden_act`` names, with the neurons that
     ``sparsity_new_intermediate_size`` says, and without a gate where ``sparsity_gated_mlp`` is false. Their down
     weights may be [hidden, intermediate] or [intermediate, hidden]; the shape decides or, if they are square, the key
-    ``sparsity_down_layout``, "linear" or "rows". ``save_pretrained`` then writes files of the stock class.
+    ``sparsity_down_layout``, "linear" or "rows". ``save_pretrained`` then writes files of the stock class or, without
+    a gate, which no stock class has, of the sparse one.
 
     ``strategy`` and ``compression`` are those of ``sparsify``; None is what the configuration says, by the keys
     ``sparsity_strategy``, ``sparsity_screen``, ``sparsity_invariant`` and ``sparsity_compression``, else the default.
@@ -241,6 +242,9 @@ def read(
         loaded.__class__ = cls
         # the marker is of files
         vars(loaded.config).pop(layouts.LAYOUT_KEY, None)
+        if not getattr(config, layouts.UNGATED_KEY, True):
+            # files that no stock class reads must not have its name
+            loaded.config.__class__ = _READERS[type(config)]
     require_read(about)
     return loaded, about
 
@@ -253,8 +257,10 @@ class _Reader:
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         if not getattr(config, layouts.UNGATED_KEY, True):
+            # `with_own` gives layers what no stock class has
+            activation: Literal["relu", "relu2"] = "relu2" if config.hidden_act == "relu2" else "relu"
             for block in self.base_model.layers:  # type: ignore[attr-defined]
-                block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj)
+                block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj, activation=activation)
 
     @classmethod
     def _load_pretrained_model(
@@ -424,15 +430,19 @@ def _reader_of(model_type: str, stock: Any) -> Any:
 
     def from_dict(cls: Any, content: dict[str, Any], /, **kwargs: Any) -> Any:
         fields = layouts.as_stock(content)
-        if fields.pop(layouts.LAYOUT_KEY) == "rows" or not fields.get(layouts.UNGATED_KEY, True):
+        layout, size = fields.pop(layouts.LAYOUT_KEY), fields["intermediate_size"]
+        # shapes tell the layout of others, and the files of square ones may
+        by_rows = layout == "rows" or (layout is None and size == fields.get("hidden_size"))
+        if by_rows or not fields.get(layouts.UNGATED_KEY, True):
             raise ValueError(f"{model_type} with rows or without a gate: {__name__}.load reads it")
         return stock.from_dict(fields, **kwargs)
 
     return type(f"{stock.__name__}Of03", (stock,), {"model_type": model_type, "from_dict": classmethod(from_dict)})
 
 
-for _name, (_own, _) in layouts.SPARSE.values():
-    AutoConfig.register(_own, _reader_of(_own, _STOCK[_name]), exist_ok=True)
+_READERS = {_STOCK[name]: _reader_of(own, _STOCK[name]) for name, (own, _) in layouts.SPARSE.values()}
+for _reader in _READERS.values():
+    AutoConfig.register(_reader.model_type, _reader, exist_ok=True)
 
 
 if not TYPE_CHECKING:

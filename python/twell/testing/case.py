@@ -168,8 +168,11 @@ class Case:
         named = {"gate"} if self.kind == "pack" else {"up", "down"} if self.kind == "pair" else named
         if unknown := set(self.biases.split("+")) - {"", *named}:
             raise ValueError(f"biases must be of {', '.join(sorted(named))}, got {', '.join(sorted(unknown))}")
-        if unknown := set(self.wants.split("+")) - {"", "all", *self.operands}:
-            raise ValueError(f"wants must be of {', '.join(self.operands)}, got {', '.join(sorted(unknown))}")
+        if self.wants not in ("", "all") and set(self.wants.split("+")) - {*self.operands}:
+            what = f"all, or some of {', '.join(self.operands)} joined by +"
+            raise ValueError(f"wants must be {what}, got {self.wants!r}")
+        if not all(0 <= share <= 1 for share in (self.density, self.hot, self.absent)) or not self.bandwidth >= 0:
+            raise ValueError(f"density, hot and absent must be shares, and bandwidth at least 0, got {self}")
         self._check_together()
 
     def _check_together(self) -> None:
@@ -209,7 +212,7 @@ class Case:
         found: dict[str, Any] = {}
         for word in words:
             name, _, text = word.partition("=")
-            if name not in _usual() or name == "kind" or not text:
+            if name not in _usual() or name == "kind" or not text or name in found:
                 raise ValueError(f"a case has words such as m=128 of {', '.join(_usual())}, got {word!r}")
             read = type(_usual()[name])
             try:
