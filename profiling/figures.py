@@ -226,10 +226,7 @@ def few_tokens() -> str:
 def overfull() -> str:
     """What steps of the sparse path take with more non-zeros than fit."""
     rows = [row for row in rows_of("overfull") if row["variant"] == "train_overflow"]
-    counts, times = (
-        [f"{row['nnz']:.0f}" for row in rows],
-        [f"{1 / row['speedup_dense']:.2f}" for row in rows],
-    )
+    counts, times = ([f"{row['nnz']:.0f}" for row in rows], [f"{1 / row['speedup_dense']:.2f}" for row in rows])
     gpu = gpu_of("overfull")
     return (
         f"Training steps with {' and '.join(counts)} non-zeros per token take {' and '.join(times)} times as long as "

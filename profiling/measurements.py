@@ -7,9 +7,7 @@ is the file, $FOLDER its folder, $BUDGET the seconds that are left, and $REAL an
 
 from typing import NamedTuple
 
-INPUTS = {
-    "REAL": "recorded layers 3 and 6 of a model",
-}
+INPUTS = {"REAL": "recorded layers 3 and 6 of a model"}
 
 
 class Measurement(NamedTuple):
@@ -219,13 +217,7 @@ ALL = (
         f"{FEW_FLOAT8} --k 4096 --n 14336 --json $OUT",
         65,
     ),
-    _one(
-        "float8_few",
-        "2,048 to 5,632, 1 to 8,192 tokens",
-        'float8; table of "auto"',
-        f"{FEW_FLOAT8} --json $OUT",
-        55,
-    ),
+    _one("float8_few", "2,048 to 5,632, 1 to 8,192 tokens", 'float8; table of "auto"', f"{FEW_FLOAT8} --json $OUT", 55),
     _one(
         "float8_experts",
         "layers of experts in bfloat16 and in e4m3",
@@ -233,13 +225,7 @@ ALL = (
         f"{BENCH} moe --seconds 0.4 --weights bfloat16 e4m3 --json $OUT",
         60,
     ),
-    _one(
-        "sae",
-        "sparse autoencoders beside dense",
-        "autoencoders",
-        f"{BENCH} sae --json $OUT",
-        300,
-    ),
+    _one("sae", "sparse autoencoders beside dense", "autoencoders", f"{BENCH} sae --json $OUT", 300),
     *(
         _one(
             f"parallel{ranks}",
@@ -266,11 +252,7 @@ ALL = (
         (*(365 for _ in PORTABLE_SEEDS), 5),
     ),
     _one(
-        "soak",
-        "random layers in threads and streams",
-        "soak",
-        "python -m tests.soak --minutes 15.6 --json $OUT",
-        950,
+        "soak", "random layers in threads and streams", "soak", "python -m tests.soak --minutes 15.6 --json $OUT", 950
     ),
     _one(
         "soak_again",
@@ -279,14 +261,7 @@ ALL = (
         "python -m tests.soak --minutes 15.6 --first 100000 --json $OUT",
         950,
     ),
-    _one(
-        "auto_h100",
-        "`auto` on an H100",
-        "headline, layers on an H100",
-        AUTO,
-        200,
-        dated=True,
-    ),
+    _one("auto_h100", "`auto` on an H100", "headline, layers on an H100", AUTO, 200, dated=True),
     _one(
         "portable",
         "the portable family beside Hopper's",
@@ -294,13 +269,7 @@ ALL = (
         "python -m profiling.portable --json $OUT",
         40,
     ),
-    _one(
-        "adapters",
-        "a layer with LoRA adapters of peft",
-        "adapters",
-        "python -m profiling.adapters --json $OUT",
-        120,
-    ),
+    _one("adapters", "a layer with LoRA adapters of peft", "adapters", "python -m profiling.adapters --json $OUT", 120),
 )
 
 # Results of studies that ended, by what is in them. Their tables and charts stay as they are; the scripts are in commit
