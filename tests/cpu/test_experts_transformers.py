@@ -98,9 +98,16 @@ def test_an_activation_that_changes_is_seen() -> None:
     assert stacked.why_not(experts) == ""
     experts.act_fn = torch.nn.SiLU()
     assert "got SiLU" in stacked.why_not(experts)
-    experts.act_fn = transformers.activations.ACT2FN["relu2"]
-    assert stacked.why_not(experts) == ""
-    assert experts.__dict__["_twell"].activation.name == "relu2"
+    hidden, routes, weights = torch.randn(5, 32), torch.tensor([[0, 4]] * 5), torch.ones(5, 2)
+    for act in (transformers.activations.ACT2FN["relu2"], torch.nn.Threshold(0.3, 0)):
+        experts.act_fn = act
+        assert stacked.why_not(experts) == ""
+        right = stacked.moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, routes, weights)
+        torch.testing.assert_close(stacked.forward(experts, hidden, routes, weights), right, rtol=1e-4, atol=1e-4)
+    # ids behind the own experts are of other ranks
+    experts._is_expert_parallel, elsewhere = True, torch.tensor([[0, 5]] * 5)
+    alone = stacked.forward(experts, hidden, elsewhere, weights)
+    torch.testing.assert_close(alone, stacked.forward(experts, hidden, routes[:, :1], weights[:, :1]))
 
 
 def test_a_filter_leaves_experts_out() -> None:
@@ -110,10 +117,11 @@ def test_a_filter_leaves_experts_out() -> None:
 
 def test_experts_by_rows_and_then_the_rest() -> None:
     """As docs/experts.md has it."""
-    sparse = twell_hf.sparsify(model(), filter_fn=lambda _, name: name.endswith(".experts"), strategy="row")
+    how: Any = {"strategy": "row", "compression": 2}
+    sparse = twell_hf.sparsify(model(), filter_fn=lambda _, name: name.endswith(".experts"), **how)
     (experts,) = [each for _, each in stacked.found(sparse)]
     twell_hf.sparsify(sparse, filter_fn=lambda _, name: not name.endswith(".experts"))
-    assert experts.__dict__["_twell"].strategy == "row"
+    assert experts.__dict__["_twell"][2:] == ("row", 2)
     assert experts.config._experts_implementation == "twell"
     assert len(twell.nn.explain(sparse).rows) == 1
 
