@@ -60,6 +60,10 @@ E4M3_GATE_TOKENS = {True: (64, 96, 144), False: (96,)}
 FEW_TOKENS = (8, 32, 64, 128)
 WIDE_TOKENS = (8, 32)
 E4M3_FEW_TOKENS = (8, 32, 64)
+# Of the kernel for whole layers of few tokens: its forms, columns of K in a CTA with CTAs of a cluster, most tokens.
+DECODE_KINDS = "plain", "gated", "experts"
+DECODE_SHAPES = ((256, 4), (512, 4), (768, 4), (1024, 1), (1024, 2), (1024, 4), (1024, 8))
+DECODE_TOKENS = (8, 16, 32)
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
 # CTAs that compute a token of experts.
@@ -201,6 +205,36 @@ class GatePackFewSpec(_FamilyKernel):
     def choices(self) -> dict[str, tuple[Any, ...]]:
         tokens = WIDE_TOKENS if self.wide else E4M3_FEW_TOKENS if self.dtype == E4M3 else FEW_TOKENS
         return super().choices() | {"tokens": tokens}
+
+
+@dataclass(frozen=True)
+class DecodeSpec(_FamilyKernel):
+    """``x, weights -> y``: a whole layer of up to ``tokens`` tokens on sm_90a, or one of routed experts.
+
+    kind: "plain", "gated" or "experts". cluster: the CTAs that have ``columns`` of K each.
+    """
+
+    kind: str
+    columns: int
+    cluster: int
+    tokens: int
+    op: ClassVar[str] = "decode"
+    suffixes: ClassVar[Suffixes] = {
+        "kind": {"gated": "_gated", "experts": "_experts"},
+        "cluster": "_c{}",
+        "columns": "x{}",
+        "tokens": "_m{}",
+    }
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        shapes = {cluster for columns, cluster in DECODE_SHAPES if columns == self.columns}
+        columns = tuple(sorted({columns for columns, _ in DECODE_SHAPES}))
+        own = {"kind": DECODE_KINDS, "columns": columns, "cluster": tuple(sorted(shapes)), "tokens": DECODE_TOKENS}
+        return super().choices() | {"family": (SM90,)} | own
+
+    @property
+    def module(self) -> str:
+        return f"{super().module}{'_experts' if self.kind == 'experts' else ''}"
 
 
 @dataclass(frozen=True)
@@ -561,6 +595,13 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
         *(GatePackFewSpec(E4M3, t) for t in E4M3_FEW_TOKENS),
         *(GatePackFewSpec(d, t, wide=True) for d in WEIGHTS for t in WIDE_TOKENS),
+        *(
+            DecodeSpec(d, kind, *s, t)
+            for d in DTYPES
+            for kind in DECODE_KINDS
+            for s in DECODE_SHAPES
+            for t in DECODE_TOKENS
+        ),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),
         *(QuantizeTokensSpec("bfloat16", s) for s in QUANTIZED),

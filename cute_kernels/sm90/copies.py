@@ -3,8 +3,11 @@
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16, Uint32
+from cutlass import Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cute.nvgpu import cpasync
+
+# the policy that createpolicy makes for evict_first of all lines
+EVICT_FIRST = 0x12F0000000000000
 
 
 class Transfer(NamedTuple):
@@ -109,4 +112,30 @@ def send_words(target: Any, barrier: Any, rank: Int32, first: Uint32, second: Ui
             second,
             cute.arch.map_dsmem_ptr(barrier, rank).toint(),
         ],
+    )
+
+
+@cute.jit
+def send_quad(target: Any, barrier: Any, rank: Int32, four: Any) -> None:
+    """Store four fp32 values, 16-byte aligned, as `send_float` stores one."""
+    cute.arch.inline_ptx(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }, [{$r5}];",
+        read_only_args=[
+            cute.arch.map_dsmem_ptr(target, rank).toint(),
+            *(value.bitcast(Uint32) for value in four),
+            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
+        ],
+    )
+
+
+@cute.jit
+def load_row(target: Any, source: Int64, size: Int32, barrier: Any) -> None:
+    """Copy `size` bytes, a multiple of 16, to shared memory by one bulk copy; completes them on an mbarrier.
+
+    Weights that are read once leave L2 to the rest.
+    """
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}], {$r4};",
+        read_only_args=[target, source, size, barrier, Int64(EVICT_FIRST)],
     )

@@ -270,7 +270,8 @@ u64 compute(const Instruction& in, u64 a, u64 b, u64 c) {
     case OP_MAD: return cut(x * y + c, bytes);
     case OP_MUL_WIDE: return cut(x * y, 2 * bytes);
     case OP_MUL_HI:
-      if (bytes > 4) stop("mul.hi of this type");
+      if (bytes > 4 && sign) stop("mul.hi of this type");
+      if (bytes > 4) return (u64)((unsigned __int128)x * y >> 64);
       return cut(sign ? (u64)((i64)(x * y) >> 8 * bytes) : x * y >> 8 * bytes, bytes);
     // of a division by zero PTX says nothing
     case OP_DIV: return !y ? cut(~0ull, bytes) : cut(sign ? (u64)((i64)x / (i64)y) : x / y, bytes);

@@ -1,0 +1,887 @@
+"""A layer of few tokens in one pass over its weights: all rows of the first projection, and of the others the rows of
+neurons that any token fires.
+
+A cluster of `cluster` CTAs owns every so-manieth tile of 16 neurons. Each CTA has `columns` columns of x, of the weights
+and of y, and its product warps divide these. One ring of slots [16, columns] takes tiles of rows of the first
+projection, and groups of 16 *listed* rows of the others, in an order that depends on time. No result does: sums follow
+the list, and the list follows the neurons.
+
+    produce    one warp, and helpers that issue copies. A group if many are waiting, else the next tile. cp.async.bulk,
+               one per row, into a pitch at which ldmatrix has no bank conflicts.
+    multiply   WARPS warps: mma.sync with rows of weights as A, tokens as B. x and the sums of y stay in registers. The
+               sums of a tile, or of a group of up rows, go to `sums`, a part from each warp.
+    send       adds the warps' parts and sends them to all CTAs of the cluster, by st.async. Not if there is one CTA.
+    reduce     adds the CTAs' parts: gate, bias, activation; or up projection and h. With many tokens each CTA does so
+               for a share of them, and sends that to the others.
+    list       appends neurons that fire to the list, and h, or the gate until its up projection comes, to the queue. It
+               reduces, too, if tokens are not shared.
+
+    FULL[s]      1 arrival + bytes.            EMPTY[s]    product warps arrive: they have read slot s.
+    ISSUE[s]     1 arrival: helpers copy the rows of slot s.
+    SUMMED[r]    product warps arrive.         TAKEN[r]    1 arrival: their parts have been read.
+    ARRIVED[r]   1 arrival + bytes.            CREDIT[r]   an arrival from each CTA: they have read what it sent.
+    PASSED[r]    1 arrival + bytes.            RETURNED[r] the same of reduced tokens.
+
+With up projections each CTA of a cluster must issue tiles and groups in one order. Then a decision depends only on what
+was issued `LAG` slots before. Each cluster writes its sums of y, and a second kernel adds them in order.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass.memory import SmemAllocator
+
+from .. import feasible
+from ..common import operands
+from ..common.activation import above, hidden, level_of, power_pair
+from ..common.copies import address, load_values_if
+from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
+from ..common.values import MAGNITUDE, high_to_float, join_halves, low_to_float, pack, relu_pack
+from ..specs import DecodeSpec
+from .copies import load_row, send_quad, send_words
+
+# product warps; rows of a slot; words of a ring of counts, more than there are items between a producer and a lister
+WARPS, ROWS, RING = 8, 16, 64
+# groups that wait before they are preferred to a tile, and slots after which a decision knows what was issued
+BACKLOG, LAG = 4, 12
+# what a slot holds, if not a group of down rows by its index
+END, SUMS = -1, -2
+TILE, UP, DOWN = 1, 2, 3
+MEMORY = 232448
+# of the kernel that adds: quads of a CTA, and loads of a thread in flight
+ADDED, IN_FLIGHT = 64, 8
+
+
+class Operands(NamedTuple):
+    """The kernel's arguments in their order; an empty vector stands for none."""
+
+    x: Any  # [M, K]
+    w_first: Any  # [N, K]: the gate's, or the up projection's of a layer without a gate
+    w_up: Any  # [N, K], any weight without a gate
+    w_down: Any  # [N, K]
+    b_first: Any  # [N], or [2 N] with thresholds behind, or [0]
+    b_up: Any
+    threshold: Any
+    activation: Any
+    b_down: Any
+    parts: Any  # fp32 [clusters, columns of a cluster / 16, tokens / 8, 32, 4], see `store`
+    y: Any  # [M, K]
+
+
+class Shared(NamedTuple):
+    """Addresses in shared memory."""
+
+    ring: Any
+    sums: Any  # fp32 [stage, warp, tokens / 8, lane, 4]
+    received: Any  # the same by CTA in place of warp, of this CTA's share of tokens
+    exchanged: Any  # pairs of tokens [stage, tokens / 8, lane, 2 rows]
+    queue: Any  # 16 bits [group, token, row]: gates, then h
+    rows: Any  # of neurons [group, row]
+    totals: Any  # listed neurons after an item, [RING]
+    items: Any  # by item, as sums come: TILE's is -1, else the group
+    issued: Any  # by item, the slots before it
+    kind: Any  # by slot: END, SUMS or the group of down rows
+    work: Any  # by slot, for helpers: what, the last row of a group, and the group
+    bounds: Any  # by slot: the first row of a tile, and the last that exists
+    words: Any  # items listed, all items when they are known, experts and what
+    # divides by their tiles
+    experts: Any  # see decode_experts.py
+    full: Any
+    empty: Any
+    issue: Any
+    summed: Any
+    taken: Any
+    arrived: Any
+    credit: Any
+    passed: Any
+    returned: Any
+
+
+class Place(NamedTuple):
+    """Indices of a thread and of its CTA."""
+
+    thread: Any
+    warp: Any
+    lane: Any
+    rank: Any
+    cluster: Any
+    clusters: Any
+    tiles: Any
+    width: Any  # columns of this CTA that exist
+
+
+class Decode:
+    """For a dtype, columns of a CTA, CTAs of a cluster, most tokens, and with or without a gate."""
+
+    # whether h is multiplied by the weights of experts
+    weighted, operands = False, Operands
+    # words of shared memory for their routes
+    expert_words = 0
+
+    def __init__(self, spec: DecodeSpec):
+        self.dtype = operands.DTYPES[spec.dtype]
+        self.gated, self.cluster, self.columns, self.tokens = (
+            spec.kind == "gated",
+            spec.cluster,
+            spec.columns,
+            spec.tokens,
+        )
+        # fragments of 8 tokens, and of 16 columns of a warp
+        self.n_frags, self.k_frags = self.tokens // 8, self.columns // (16 * WARPS)
+        # of a slot's rows, in values
+        self.pitch = self.columns + 8
+        # whether CTAs must issue in one order
+        self.ordered = self.gated and self.cluster > 1
+        # whether each CTA of a cluster reduces a share of the tokens, and the fragments that a CTA reduces
+        self.shares = self.n_frags >= 4 and self.cluster > 1 and self.n_frags % self.cluster == 0
+        self.share = self.n_frags // self.cluster if self.shares else self.n_frags
+        # fp32 sums of an item, and those of them that a CTA gets from another
+        self.part, self.sent = 128 * self.n_frags, 128 * self.share
+        # stages of the warps' and of the CTAs' sums
+        self.sum_stages, self.stages = {1: (3, 4), 2: (2, 3), 4: (2, 4) if self.shares else (1, 2)}[self.n_frags]
+        # warps that issue copies: a warp issues one in 50 ns
+        self.issuers = 2 if self.columns >= 1024 else 4
+        # product warps that need more registers for x and y get those of one more warpgroup
+        self.splits = self.k_frags * self.n_frags * 6 > 120
+        if self.splits:
+            groups = 1 if self.columns >= 1024 else 2
+            self.registers = ((216, 72), (208, 48))[groups - 1]
+            self.issuers = 4 * groups - 1 - int(self.cluster > 1) - int(self.shares)
+        self.rows = -(-ROWS // self.issuers)
+        self.sender = WARPS + self.issuers
+        self.reducer = self.sender + int(self.cluster > 1)
+        self.lister = self.reducer + int(self.shares)
+        self.threads = 32 * (self.lister + 1)
+        self.arrange()
+
+    def arrange(self) -> None:
+        """Divide shared memory: as many slots as there is room for."""
+        slot, tile = ROWS * self.pitch * 2, 4 * self.part
+        sums = self.sum_stages * WARPS * tile + (self.stages * self.cluster * 4 * self.sent if self.cluster > 1 else 0)
+        sums += self.stages * 256 * self.n_frags if self.shares else 0
+        for slots in range(16, 2, -1):
+            # no group is overwritten that is still needed
+            self.groups = (
+                slots
+                + self.sum_stages
+                + self.stages * (1 + self.shares)
+                + BACKLOG * (1 + self.gated)
+                + LAG * self.ordered
+                + 2
+            )
+            queue = self.groups * (2 * ROWS * self.tokens + 4 * ROWS)
+            if slots * slot + sums + queue + 4 * self.expert_words + 2048 <= MEMORY:
+                break
+        self.slots = slots
+
+    @cute.jit
+    def __call__(self, *arguments: Any):
+        """The `Operands`, the number of clusters and the stream."""
+        slots, part = self.slots, self.part
+        from_peers = self.stages * self.cluster * self.sent if self.cluster > 1 else 4
+        of_shares = self.stages * 64 * self.n_frags if self.shares else 2
+
+        @cute.struct
+        class Memory:
+            full: cute.struct.MemRange[Int64, slots]
+            empty: cute.struct.MemRange[Int64, slots]
+            issue: cute.struct.MemRange[Int64, slots]
+            summed: cute.struct.MemRange[Int64, self.sum_stages]
+            taken: cute.struct.MemRange[Int64, self.sum_stages]
+            arrived: cute.struct.MemRange[Int64, self.stages]
+            credit: cute.struct.MemRange[Int64, self.stages]
+            passed: cute.struct.MemRange[Int64, self.stages]
+            returned: cute.struct.MemRange[Int64, self.stages]
+            words: cute.struct.MemRange[Int32, 4]
+            experts: cute.struct.MemRange[Int32, max(self.expert_words, 1)]
+            kind: cute.struct.MemRange[Int32, slots]
+            work: cute.struct.MemRange[Int32, slots]
+            bounds: cute.struct.MemRange[Int32, 2 * slots]
+            totals: cute.struct.MemRange[Int32, RING]
+            items: cute.struct.MemRange[Int32, RING]
+            issued: cute.struct.MemRange[Int32, RING]
+            rows: cute.struct.MemRange[Int32, self.groups * ROWS]
+            queue: cute.struct.Align[cute.struct.MemRange[Uint16, self.groups * ROWS * self.tokens], 16]
+            sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_stages * WARPS * part], 128]
+            received: cute.struct.Align[cute.struct.MemRange[Float32, from_peers], 128]
+            exchanged: cute.struct.Align[cute.struct.MemRange[Uint32, of_shares], 16]
+            ring: cute.struct.Align[cute.struct.MemRange[self.dtype, slots * ROWS * self.pitch], 128]
+
+        self.memory = feasible.check_shared_memory(Memory, 1)
+        *given, clusters, stream = arguments
+        o = self.operands(*given)
+        self.kernel(o).launch(
+            grid=(clusters * self.cluster, 1, 1),
+            block=(self.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=True,
+        )
+        fragments = cute.ceil_div(o.w_down.shape[1], 16) * self.n_frags
+        self.add_clusters(o, clusters).launch(
+            grid=(cute.ceil_div(fragments * 32, ADDED), 1, 1), block=(4 * ADDED, 1, 1), stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, o: Any):
+        memory = SmemAllocator().allocate(self.memory)
+        s = Shared(*(getattr(memory, name).data_ptr() for name in Shared._fields))
+        thread = cute.arch.thread_idx()[0]
+        block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        cluster, clusters = block // self.cluster, blocks // self.cluster
+        rank = block - cluster * self.cluster
+        width = cutlass.min(cutlass.max(o.w_down.shape[1] - rank * self.columns, Int32(0)), Int32(self.columns))
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        at = Place(thread, warp, thread & 31, rank, cluster, clusters, Int32(0), width)
+        cute.arch.griddepcontrol_launch_dependents()
+        self.open(s, at)
+        cute.arch.griddepcontrol_wait()
+        tiles = self.count_tiles(o, s, at)
+        at = at._replace(tiles=cutlass.max(tiles - cluster + clusters - 1, Int32(0)) // clusters)
+        if warp < WARPS:
+            if const_expr(self.splits):
+                cute.arch.setmaxregister_increase(self.registers[0])
+            self.multiply(o, s, at)
+        else:
+            if const_expr(self.splits):
+                cute.arch.setmaxregister_decrease(self.registers[1])
+            if warp == WARPS:
+                self.produce(o, s, at)
+            elif warp < self.sender:
+                self.help(o, s, at)
+            elif warp < self.reducer:
+                if const_expr(self.cluster > 1):
+                    self.send(s, at)
+            elif warp < self.lister:
+                if const_expr(self.shares):
+                    self.reduce(o, s, at)
+            else:
+                self.list_neurons(o, s, at)
+        # nobody leaves while others may still write here
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def open(self, s: Shared, at: Place):
+        """Initialise barriers and words, and clear the ring where copies leave columns of it out."""
+        if at.thread == 0:
+            for i in range_constexpr(self.slots):
+                cute.arch.mbarrier_init(s.full + i, 1)
+                cute.arch.mbarrier_init(s.empty + i, WARPS)
+                cute.arch.mbarrier_init(s.issue + i, 1)
+            for i in range_constexpr(self.sum_stages):
+                cute.arch.mbarrier_init(s.summed + i, WARPS)
+                cute.arch.mbarrier_init(s.taken + i, 1)
+            if const_expr(self.cluster > 1):
+                for i in range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(s.arrived + i, 1)
+                    cute.arch.mbarrier_init(s.credit + i, self.cluster)
+                    if const_expr(self.shares):
+                        cute.arch.mbarrier_init(s.passed + i, 1)
+                        cute.arch.mbarrier_init(s.returned + i, self.cluster)
+            cute.arch.mbarrier_init_fence()
+            put(s.words, 0, 0)
+            put(s.words, 1, -1)
+        if at.width < self.columns:
+            words = cute.make_tensor(
+                cute.recast_ptr(s.ring, dtype=Uint32), cute.make_layout(self.slots * ROWS * self.pitch // 2)
+            )
+            for i in cutlass.range(at.thread, cute.size(words), self.threads, unroll=1):
+                words[i] = Uint32(0)
+        if const_expr(self.cluster > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.sync_threads()
+
+    # ---- tiles of a plain layer; see decode_experts.py ----
+
+    def count_tiles(self, o: Any, s: Shared, at: Place) -> Any:
+        """Tiles of all clusters."""
+        return cute.ceil_div(o.w_down.shape[0], ROWS)
+
+    def tile(self, o: Any, s: Shared, at: Place, index: Any) -> tuple[Any, Any]:
+        """The first row of a cluster's tile, and the last one that exists."""
+        return (index * at.clusters + at.cluster) * ROWS, o.w_down.shape[0] - 1
+
+    def source(self, o: Any, what: Any, row: Any, column: Any) -> Any:
+        """Address of a row from a column on."""
+        first, up, down = (address(w, row, column).toint() for w in (o.w_first, o.w_up, o.w_down))
+        source = cutlass.select_(what == TILE, first, down)
+        return cutlass.select_(what == UP, up, source) if self.gated else source
+
+    def weigh(self, o: Any, s: Shared, row: Any, held: Any, at: Place) -> Any:
+        """What h of a tile is multiplied by, of token `lane`; `held` is that of an earlier tile."""
+        return held
+
+    # ---- copies ----
+
+    @cute.jit
+    def produce(self, o: Any, s: Shared, at: Place):
+        """Fill the ring until nothing is left."""
+        what, step, slot, phase = Int32(TILE), Int32(0), Int32(0), Int32(1)
+        tiles, ups, downs, items = Int32(0), Int32(0), Int32(0), Int32(0)
+        # of what is listed: items, gate tiles and groups of up among them, and neurons
+        known, gates, ready, total = Int32(0), Int32(0), Int32(0), Int32(0)
+        while what > 0:
+            if const_expr(self.ordered):
+                due = Boolean(True)
+                while due:
+                    due = False
+                    if known < items:
+                        due = word(s.issued, known % RING) + LAG <= step
+                    if due:
+                        known, gates, ready, total = self.learn(s, known, gates, ready)
+            elif const_expr(self.gated):
+                while known < self.listed(s):
+                    known, gates, ready, total = self.learn(s, known, gates, ready)
+            else:
+                known = self.listed(s)
+                if known > 0:
+                    total = word(s.totals, (known - 1) % RING)
+            what, deciding = Int32(0), Boolean(True)
+            while deciding:
+                deciding, left = Boolean(False), tiles < at.tiles
+                whole = total >> 4
+                for_up = whole - ups if const_expr(self.gated) else Int32(0)
+                for_down = (ready if const_expr(self.gated) else whole) - downs
+                if for_down > (Int32(BACKLOG) if left | (for_up > 0) else Int32(0)):
+                    what = Int32(DOWN)
+                elif for_up > (Int32(BACKLOG) if left else Int32(0)):
+                    what = Int32(UP)
+                elif left:
+                    what = Int32(TILE)
+                elif known < items:
+                    deciding = Boolean(True)
+                    known, gates, ready, total = self.learn(s, known, gates, ready)
+                elif (total & 15) != 0:
+                    if const_expr(self.gated):
+                        what = Int32(UP) if ups == whole else Int32(0)
+                    else:
+                        what = Int32(DOWN) if downs == whole else Int32(0)
+            row, most = self.tile(o, s, at, tiles)
+            group = ups if what == UP else downs
+            last = Int32(ROWS - 1)
+            if what != TILE:
+                last = cutlass.min(total - group * ROWS, Int32(ROWS)) - 1
+            cute.arch.mbarrier_wait(s.empty + slot, phase)
+            if at.lane == 0:
+                kind = Int32(SUMS) if what != DOWN else downs
+                put(s.kind, slot, kind if what > 0 else Int32(END))
+                put(s.work, slot, what | last << 2 | group << 6)
+                put(s.bounds, 2 * slot, row)
+                put(s.bounds, 2 * slot + 1, most)
+                if (what == TILE) | (what == UP):
+                    put(s.items, items % RING, ups if what == UP else Int32(-1))
+                    put(s.issued, items % RING, step)
+                if what == 0:
+                    put(s.words, 1, items)
+                cute.arch.mbarrier_arrive_and_expect_tx(s.full + slot, at.width * (2 * ROWS) if what > 0 else Int32(0))
+                if const_expr(self.issuers > 1):
+                    cute.arch.mbarrier_arrive(s.issue + slot)
+            cute.arch.sync_warp()
+            self.copy_rows(o, s, at, slot, what, last, group, row, most, Int32(0))
+            tiles += Int32(what == TILE)
+            ups += Int32(what == UP)
+            downs += Int32(what == DOWN)
+            items = tiles + ups
+            step += 1
+            slot += 1
+            if slot == self.slots:
+                slot, phase = Int32(0), phase ^ 1
+
+    @cute.jit
+    def listed(self, s: Shared) -> Int32:
+        """The number of items that are listed; what the lister stored before is visible to all lanes."""
+        listed = Int32(cute.arch.load(s.words, Int32, sem="acquire", scope="cta"))
+        return Int32(cute.arch.warp_redux_sync(listed, "min"))
+
+    @cute.jit
+    def learn(self, s: Shared, known: Int32, gates: Int32, ready: Int32) -> Any:
+        """Wait until the next item is listed; return what is known then."""
+        while self.listed(s) <= known:
+            pass
+        total = word(s.totals, known % RING)
+        is_tile = Boolean(True)
+        if const_expr(self.gated):
+            is_tile = word(s.items, known % RING) < 0
+        return known + 1, gates + Int32(is_tile), ready + Int32(not is_tile), total
+
+    @cute.jit
+    def help(self, o: Any, s: Shared, at: Place):
+        """Issue the copies of the other rows of each slot."""
+        what, slot, phase = Int32(TILE), Int32(0), Int32(0)
+        own = (at.warp - WARPS) * self.rows
+        while what > 0:
+            cute.arch.mbarrier_wait(s.issue + slot, phase)
+            work = word(s.work, slot)
+            what = work & 3
+            row, most = (word(s.bounds, 2 * slot + j) for j in range(2))
+            self.copy_rows(o, s, at, slot, what, (work >> 2) & 15, work >> 6, row, most, own)
+            cute.arch.sync_warp()
+            slot += 1
+            if slot == self.slots:
+                slot, phase = Int32(0), phase ^ 1
+
+    @cute.jit
+    def copy_rows(self, o: Any, s: Shared, at: Place, slot, what, last, group, first, most, own):
+        """Issue this warp's rows of a slot: of a tile from `first` to `most`, or of a group up to its `last`."""
+        row = own + at.lane
+        if (what > 0) & (at.lane < self.rows) & (row < ROWS) & (at.width > 0):
+            # rows beyond are the last one again
+            neuron = cutlass.min(first + row, most)
+            if what != TILE:
+                neuron = word(s.rows, (group % self.groups) * ROWS + cutlass.min(row, last))
+            source = self.source(o, what, neuron, at.rank * self.columns)
+            load_row(s.ring + (slot * ROWS + row) * self.pitch, source, at.width * 2, s.full + slot)
+
+    # ---- products ----
+
+    @cute.jit
+    def multiply(self, o: Any, s: Shared, at: Place):
+        """Multiply what comes into the ring; then store the sums of y."""
+        x = self.load_tokens(o, at)
+        y = cute.make_rmem_tensor((4, self.n_frags, self.k_frags), Float32)
+        y.fill(0.0)
+        # rows 0-7 and 8-15 of columns 0-7, then of columns 8-15; transposed: columns 0-7 and 8-15 of rows 0-7, then 8-15
+        half, quarter = (at.lane >> 3) & 1, at.lane >> 4
+        before, row = at.warp * (16 * self.k_frags), at.lane & 7
+        a_sums = s.ring + ((row + half * 8) * self.pitch + before + quarter * 8)
+        a_down = s.ring + ((row + quarter * 8) * self.pitch + before + half * 8)
+        kind, slot, phase, stage, turn = Int32(SUMS), Int32(0), Int32(0), Int32(0), Int32(1)
+        while kind != END:
+            cute.arch.mbarrier_wait(s.full + slot, phase)
+            kind = word(s.kind, slot)
+            if kind >= 0:
+                queue = s.queue + (kind % self.groups) * (ROWS * self.tokens)
+                self.add_down(a_down + slot * (ROWS * self.pitch), queue, y, at.lane)
+                cute.arch.sync_warp()
+                if at.lane == 0:
+                    cute.arch.mbarrier_arrive(s.empty + slot)
+            else:
+                sums = cute.make_rmem_tensor((4, self.n_frags), Float32)
+                if kind == SUMS:
+                    self.multiply_tile(a_sums + slot * (ROWS * self.pitch), x, sums)
+                    cute.arch.sync_warp()
+                    if at.lane == 0:
+                        cute.arch.mbarrier_arrive(s.empty + slot)
+                cute.arch.mbarrier_wait(s.taken + stage, turn)
+                if kind == SUMS:
+                    for t in range_constexpr(self.n_frags):
+                        where = s.sums + ((stage * WARPS + at.warp) * self.part + 128 * t + 4 * at.lane)
+                        cute.autovec_copy(sums[None, t], quad(where))
+                # an end comes to the sender, too
+                cute.arch.sync_warp()
+                if at.lane == 0:
+                    cute.arch.mbarrier_arrive(s.summed + stage)
+                stage += 1
+                if stage == self.sum_stages:
+                    stage, turn = Int32(0), turn ^ 1
+            slot += 1
+            if slot == self.slots:
+                slot, phase = Int32(0), phase ^ 1
+        self.store(o, y, at)
+
+    @cute.jit
+    def load_tokens(self, o: Any, at: Place) -> cute.Tensor:
+        """B fragments of x: lane 4 g + i has columns 2 i, 2 i + 1 and 8 more of token g; zeros outside."""
+        x = cute.make_rmem_tensor((2, self.n_frags, self.k_frags), Uint32)
+        first = at.rank * self.columns + at.warp * (16 * self.k_frags) + (at.lane & 3) * 2
+        for t in range_constexpr(self.n_frags):
+            token = 8 * t + (at.lane >> 2)
+            for k in range_constexpr(self.k_frags):
+                for j in range_constexpr(2):
+                    x[j, t, k] = Uint32(0)
+                    column = first + 16 * k + 8 * j
+                    if (token < o.x.shape[0]) & (column < o.x.shape[1]):
+                        where = cute.recast_ptr(address(o.x, token, column).align(4), dtype=Uint32)
+                        x[j, t, k] = cute.make_tensor(where, cute.make_layout(1))[0]
+        return x
+
+    @cute.jit
+    def multiply_tile(self, source, x: cute.Tensor, sums: cute.Tensor):
+        """Sums of a warp's columns, of 16 rows and all tokens: lane 4 g + i has tokens 2 i, 2 i + 1 of rows g, g + 8."""
+        # more chains of products than one hide their latency
+        chains = 2 if self.n_frags <= 2 else 1
+        parts = cute.make_rmem_tensor((4, self.n_frags, chains), Float32)
+        parts.fill(0.0)
+        for k in range_constexpr(self.k_frags):
+            a = load_matrices(source + 16 * k)
+            for t in range_constexpr(self.n_frags):
+                own = [parts[j, t, k % chains] for j in range(4)]
+                own = mma_16x8x16(own, *a, x[0, t, k], x[1, t, k], self.dtype)
+                for j in range_constexpr(4):
+                    parts[j, t, k % chains] = own[j]
+        for t in range_constexpr(self.n_frags):
+            for j in range_constexpr(4):
+                sums[j, t] = parts[j, t, 0] + parts[j, t, 1] if const_expr(chains > 1) else parts[j, t, 0]
+
+    @cute.jit
+    def add_down(self, source, queue, y: cute.Tensor, lane: Int32):
+        """Add h of a group times its rows: rows of y's fragments are columns, g and g + 8 of each sixteen."""
+        pairs = cute.make_tensor(cute.recast_ptr(queue, dtype=Uint32), cute.make_layout(8 * self.tokens))
+        b = cute.make_rmem_tensor((2, self.n_frags), Uint32)
+        for t in range_constexpr(self.n_frags):
+            for j in range_constexpr(2):
+                b[j, t] = pairs[(8 * t + (lane >> 2)) * 8 + (lane & 3) + 4 * j]
+        for k in range_constexpr(self.k_frags):
+            a = load_matrices_transposed(source + 16 * k)
+            for t in range_constexpr(self.n_frags):
+                own = [y[j, t, k] for j in range(4)]
+                own = mma_16x8x16(own, *a, b[0, t], b[1, t], self.dtype)
+                for j in range_constexpr(4):
+                    y[j, t, k] = own[j]
+
+    @cute.jit
+    def store(self, o: Any, y: cute.Tensor, at: Place):
+        """Store the cluster's sums of y as fragments: those of 16 columns and 8 tokens together."""
+        first = (at.rank * WARPS + at.warp) * self.k_frags
+        for k in range_constexpr(self.k_frags):
+            for t in range_constexpr(self.n_frags):
+                if (16 * (first + k) < o.w_down.shape[1]) & (8 * t + (at.lane & 3) * 2 < o.x.shape[0]):
+                    line = (at.cluster * (self.cluster * WARPS * self.k_frags) + first + k) * self.n_frags + t
+                    where = o.parts.iterator + (Int64(line) * 128 + 4 * at.lane)
+                    cute.autovec_copy(y[None, t, k], quad(where))
+
+    @cute.kernel
+    def add_clusters(self, o: Any, clusters: Int32):
+        """Add the clusters' sums of y, in a fixed order: four threads for four values, all their loads at once."""
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
+        thread = cute.arch.thread_idx()[0]
+        own, quarter = thread % ADDED, thread // ADDED
+        shared = SmemAllocator().allocate_tensor(Float32, cute.make_layout((4, ADDED, 3)), byte_alignment=16)
+        index = cute.arch.block_idx()[0] * ADDED + own
+        line, lane = index // 32, index % 32
+        token = line % self.n_frags * 8 + (lane & 3) * 2
+        column = line // self.n_frags * 16 + (lane >> 2)
+        size = self.cluster * WARPS * self.k_frags * self.n_frags * 32
+        exists = (token < o.y.shape[0]) & (column < o.y.shape[1])
+        total, four = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4, IN_FLIGHT), Float32)
+        bits = cute.recast_tensor(four, Uint32)
+        total.fill(0.0)
+        first = quarter
+        while first < (clusters if exists else 0):
+            for j in range_constexpr(IN_FLIGHT):
+                where = o.parts.iterator + (Int64(first + 4 * j) * size + index) * 4
+                load_values_if(where, bits[None, j], first + 4 * j < clusters)
+            for j in range_constexpr(IN_FLIGHT):
+                for i in range_constexpr(4):
+                    total[i] += four[i, j]
+            first += 4 * IN_FLIGHT
+        if quarter > 0:
+            cute.autovec_copy(total, shared[None, own, quarter - 1])
+        cute.arch.sync_threads()
+        if (quarter == 0) & exists:
+            for part in range_constexpr(3):
+                for i in range_constexpr(4):
+                    total[i] += shared[i, own, part]
+            for i in range_constexpr(4):
+                m, k = token + i % 2, column + i // 2 * 8
+                if (m < o.y.shape[0]) & (k < o.y.shape[1]):
+                    bias = o.b_down[k].to(Float32) if o.b_down.shape[0] > 0 else Float32(0.0)
+                    o.y[m, k] = (total[i] + bias).to(self.dtype)
+
+    # ---- sums ----
+
+    @cute.jit
+    def add_parts(self, source, count: cutlass.Constexpr, frags: cutlass.Constexpr, lane: Int32) -> cute.Tensor:
+        """The sums of `count` parts in shared memory, each of some fragments."""
+        sums, four = cute.make_rmem_tensor((4, frags), Float32), cute.make_rmem_tensor((4,), Float32)
+        for t in range_constexpr(frags):
+            for part in range_constexpr(count):
+                cute.autovec_copy(quad(source + (128 * (part * frags + t) + 4 * lane)), four)
+                for j in range_constexpr(4):
+                    sums[j, t] = four[j] if const_expr(part == 0) else sums[j, t] + four[j]
+        return sums
+
+    @cute.jit
+    def send(self, s: Shared, at: Place):
+        """Send the sums of this CTA's columns to all CTAs, itself too: of all tokens, or of its share to each."""
+        item, running = Int32(0), Boolean(True)
+        while running:
+            own, stage = item % self.sum_stages, item % self.stages
+            cute.arch.mbarrier_wait(s.summed + own, (item // self.sum_stages) & 1)
+            running = word(s.words, 1) != item
+            if running:
+                sums = self.add_parts(s.sums + own * (WARPS * self.part), WARPS, self.n_frags, at.lane)
+                cute.arch.sync_warp()
+                if at.lane == 0:
+                    cute.arch.mbarrier_arrive(s.taken + own)
+                cute.arch.mbarrier_wait(s.credit + stage, ((item // self.stages) & 1) ^ 1)
+                target = s.received + ((stage * self.cluster + at.rank) * self.sent + 4 * at.lane)
+                if const_expr(self.shares):
+                    for t in range_constexpr(self.n_frags):
+                        where = target + 128 * (t % self.share)
+                        send_quad(where, s.arrived + stage, Int32(t // self.share), [sums[j, t] for j in range(4)])
+                else:
+                    for c in cutlass.range(self.cluster, unroll=1):
+                        # each begins with itself
+                        peer = (at.rank + c) % self.cluster
+                        for t in range_constexpr(self.n_frags):
+                            send_quad(target + 128 * t, s.arrived + stage, peer, [sums[j, t] for j in range(4)])
+                item += 1
+
+    @cute.jit
+    def take(self, s: Shared, item: Int32, at: Place) -> cute.Tensor:
+        """Wait for the sums of an item, add them and give their memory back."""
+        if const_expr(self.cluster > 1):
+            stage = item % self.stages
+            cute.arch.mbarrier_wait(s.arrived + stage, (item // self.stages) & 1)
+            source = s.received + stage * (self.cluster * self.sent)
+            sums = self.add_parts(source, self.cluster, self.share, at.lane)
+            self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, at.lane)
+        else:
+            stage = item % self.sum_stages
+            cute.arch.mbarrier_wait(s.summed + stage, (item // self.sum_stages) & 1)
+            sums = self.add_parts(s.sums + stage * (WARPS * self.part), WARPS, self.n_frags, at.lane)
+            cute.arch.sync_warp()
+            if at.lane == 0:
+                cute.arch.mbarrier_arrive(s.taken + stage)
+        return sums
+
+    @cute.jit
+    def give_back(self, full, credit, size: cutlass.Constexpr, lane: Int32):
+        """Expect the next bytes at a stage that this warp has read, and tell all CTAs that they may send them."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+        cute.arch.sync_warp()
+        if lane < self.cluster:
+            cute.arch.mbarrier_arrive(credit, lane)
+
+    @cute.jit
+    def expect(self, full, size: cutlass.Constexpr, lane: Int32):
+        """Expect the first bytes at all stages."""
+        if lane == 0:
+            for stage in range_constexpr(self.stages):
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, size)
+
+    @cute.jit
+    def reduce(self, o: Any, s: Shared, at: Place):
+        """Reduce this CTA's share of the tokens, and send it to all CTAs."""
+        self.expect(s.arrived, 4 * self.cluster * self.sent, at.lane)
+        item, tiles, end = Int32(0), Int32(0), Int32(1 << 30)
+        running, first, held = at.tiles > 0, at.rank * self.share, (Int32(-1), Float32(1.0))
+        while running:
+            stage = item % self.stages
+            row, most = self.tile(o, s, at, tiles)
+            held = self.weigh(o, s, row, held, at)
+            pairs, is_tile, _ = self.reduced(o, s, item, row, most, held[1], first, at)
+            tiles += Int32(is_tile)
+            cute.arch.mbarrier_wait(s.returned + stage, ((item // self.stages) & 1) ^ 1)
+            for c in cutlass.range(self.cluster, unroll=1):
+                peer = (at.rank + c) % self.cluster
+                for t in range_constexpr(self.share):
+                    target = s.exchanged + (((stage * self.n_frags + first + t) * 32 + at.lane) * 2)
+                    send_words(target, s.passed + stage, peer, pairs[t, 0], pairs[t, 1])
+            item += 1
+            running = tiles < at.tiles
+            if const_expr(self.gated):
+                if is_tile & (tiles == at.tiles):
+                    # the list is complete with this tile
+                    while self.listed(s) < item:
+                        pass
+                    end = tiles + ((word(s.totals, (item - 1) % RING) + ROWS - 1) >> 4)
+                running = running | (item < end)
+
+    @cute.jit
+    def reduced(self, o: Any, s: Shared, item: Int32, row, most, weight, first, at: Place) -> Any:
+        """What follows from the sums of an item, in pairs of tokens [fragments, 2 rows] from a fragment on.
+
+        `row`, `most`, `weight`: of the next tile. Returns whether it is one, and else its group, too.
+        """
+        neuron = row + (at.lane >> 2)
+        levels, biases = self.of_neurons(o, neuron)
+        sums, pairs = self.take(s, item, at), cute.make_rmem_tensor((self.share, 2), Uint32)
+        group = Int32(-1)
+        if const_expr(self.gated):
+            group = word(s.items, item % RING)
+            if group < 0:
+                self.activate(o, sums, pairs, most - neuron, levels, biases, weight, first, at.lane)
+            else:
+                self.multiply_gates(o, s, sums, pairs, group, first, at.lane)
+        else:
+            self.activate(o, sums, pairs, most - neuron, levels, biases, weight, first, at.lane)
+        return pairs, group < 0, group
+
+    # ---- the list ----
+
+    @cute.jit
+    def list_neurons(self, o: Any, s: Shared, at: Place):
+        """List neurons that fire, and queue what their rows are multiplied by."""
+        if const_expr(self.shares):
+            self.expect(s.passed, 256 * self.n_frags, at.lane)
+        elif const_expr(self.cluster > 1):
+            self.expect(s.arrived, 4 * self.cluster * self.sent, at.lane)
+        item, tiles, total = Int32(0), Int32(0), Int32(0)
+        running, held = at.tiles > 0, (Int32(-1), Float32(1.0))
+        while running:
+            row, most = self.tile(o, s, at, tiles)
+            if const_expr(self.shares):
+                pairs, is_tile, group = self.receive(s, item, at.lane)
+            else:
+                held = self.weigh(o, s, row, held, at)
+                pairs, is_tile, group = self.reduced(o, s, item, row, most, held[1], Int32(0), at)
+            if is_tile:
+                tiles += 1
+                total = self.append(s, pairs, row + (at.lane >> 2), total, tiles == at.tiles, at.lane)
+            elif const_expr(self.gated):
+                for r in range_constexpr(2):
+                    self.enqueue(s, pairs, r, group % self.groups, (at.lane >> 2) + 8 * r, at.lane)
+            if at.lane == 0:
+                put(s.totals, item % RING, total)
+            cute.arch.sync_warp()
+            item += 1
+            if at.lane == 0:
+                cute.arch.store(s.words, item, sem="release", scope="cta")
+            running = tiles < at.tiles
+            if const_expr(self.gated):
+                running = running | (item < tiles + ((total + ROWS - 1) >> 4))
+
+    @cute.jit
+    def receive(self, s: Shared, item: Int32, lane: Int32) -> Any:
+        """What CTAs have reduced of an item; as `reduced` has it."""
+        stage, pairs = item % self.stages, cute.make_rmem_tensor((self.n_frags, 2), Uint32)
+        cute.arch.mbarrier_wait(s.passed + stage, (item // self.stages) & 1)
+        for t in range_constexpr(self.n_frags):
+            two = cute.make_tensor(
+                (s.exchanged + ((stage * self.n_frags + t) * 32 + lane) * 2).align(8), cute.make_layout(2)
+            )
+            for r in range_constexpr(2):
+                pairs[t, r] = two[r]
+        self.give_back(s.passed + stage, s.returned + stage, 256 * self.n_frags, lane)
+        group = Int32(-1)
+        if const_expr(self.gated):
+            group = word(s.items, item % RING)
+        return pairs, group < 0, group
+
+    @cute.jit
+    def of_neurons(self, o: Any, neuron: Int32) -> Any:
+        """Thresholds, twice each, and biases of this lane's neurons of a tile."""
+        levels, biases = [], []
+        for r in range_constexpr(2):
+            own, bias = neuron + 8 * r, Float32(0.0)
+            levels.append(level_of(o.b_first, o.w_down.shape[0], own, o.threshold))
+            if (own < o.b_first.shape[0]) & (own < o.w_down.shape[0]):
+                bias = o.b_first[own].to(Float32)
+            biases.append(bias)
+        return levels, biases
+
+    @cute.jit
+    def activate(self, o: Any, sums: cute.Tensor, pairs: cute.Tensor, rest, levels, biases, weight, first, lane):
+        """Gates of a tile, rounded; without up projections, h. Zeros where there is no token or neuron.
+
+        `rest`: neurons behind this lane's first one. `weight`: of h, for token `lane`.
+        """
+        for r in range_constexpr(2):
+            for t in range_constexpr(self.share):
+                pair = relu_pack(sums[2 * r, t] + biases[r], sums[2 * r + 1, t] + biases[r], self.dtype)
+                pair = above(pair, levels[r], self.dtype)
+                left = o.x.shape[0] - (8 * (first + t) + (lane & 3) * 2)
+                pair = pair if left > 1 else pair & Uint32(0xFFFF)
+                pair = pair if (left > 0) & (8 * r <= rest) else Uint32(0)
+                if const_expr(self.weighted):
+                    pair = self.weighted_pair(o, pair, weight, 8 * (first + t) + (lane & 3) * 2)
+                elif const_expr(not self.gated):
+                    pair = power_pair(pair, o.activation, self.dtype)
+                pairs[t, r] = pair
+
+    @cute.jit
+    def multiply_gates(self, o: Any, s: Shared, sums: cute.Tensor, pairs: cute.Tensor, group, first, lane):
+        """h of a group, from its gates in the queue and its up projections."""
+        place = group % self.groups
+        for r in range_constexpr(2):
+            row, bias = (lane >> 2) + 8 * r, Float32(0.0)
+            if o.b_up.shape[0] > 0:
+                # rows of the last group beyond the list have gates of zero
+                neuron = cutlass.min(word(s.rows, place * ROWS + row), o.b_up.shape[0] - 1)
+                bias = o.b_up[cutlass.max(neuron, Int32(0))].to(Float32)
+            for t in range_constexpr(self.share):
+                entry = self.entry(s, place, 8 * (first + t) + (lane & 3) * 2, row)
+                gates = Uint32(entry[0]) | Uint32(entry[1]) << 16
+                h = pack(
+                    hidden(low_to_float(gates, self.dtype), sums[2 * r, t] + bias, o.activation),
+                    hidden(high_to_float(gates, self.dtype), sums[2 * r + 1, t] + bias, o.activation),
+                    self.dtype,
+                )
+                low = h & Uint32(0xFFFF) if gates & Uint32(MAGNITUDE) != 0 else Uint32(0)
+                high = h & Uint32(0xFFFF0000) if gates & Uint32(MAGNITUDE << 16) != 0 else Uint32(0)
+                pairs[t, r] = low | high
+
+    @cute.jit
+    def append(self, s: Shared, pairs: cute.Tensor, neuron: Int32, total: Int32, is_last: Boolean, lane) -> Int32:
+        """Append the neurons of a tile that fire, and their pairs; return the length of the list."""
+        fires = []
+        for r in range_constexpr(2):
+            own = Uint32(0)
+            for t in range_constexpr(self.n_frags):
+                own = own | pairs[t, r]
+            fires.append(lanes_of_four(cute.arch.vote_ballot_sync((own & Uint32(0x7FFF7FFF)) != 0)))
+        below, start = (Uint32(1) << Uint32(lane & 28)) - 1, total
+        for r in range_constexpr(2):
+            place = start + Int32(cute.arch.popc(fires[r] & below))
+            start += Int32(cute.arch.popc(fires[r]))
+            if (fires[r] >> Uint32(lane & 28)) & 1 != 0:
+                group, row = (place >> 4) % self.groups, place & 15
+                if (lane & 3) == 0:
+                    put(s.rows, group * ROWS + row, neuron + 8 * r)
+                self.enqueue(s, pairs, r, group, row, lane)
+        if is_last & ((start & 15) != 0):
+            group = (start >> 4) % self.groups
+            for i in cutlass.range(start & 15, ROWS, unroll=1):
+                if lane < self.tokens:
+                    entry = self.entry(s, group, lane, i)
+                    entry[0] = Uint16(0)
+        return start
+
+    @cute.jit
+    def enqueue(self, s: Shared, pairs: cute.Tensor, r: cutlass.Constexpr, group: Int32, row: Int32, lane: Int32):
+        """Store this lane's pairs of a row of a group."""
+        for t in range_constexpr(self.n_frags):
+            entry = self.entry(s, group, 8 * t + (lane & 3) * 2, row)
+            entry[0] = Uint16(pairs[t, r] & Uint32(0xFFFF))
+            entry[1] = Uint16(pairs[t, r] >> 16)
+
+    @cute.jit
+    def entry(self, s: Shared, group: Int32, token: Int32, row: Int32) -> cute.Tensor:
+        """The entries of a row of a group for two tokens."""
+        where = s.queue + ((group * self.tokens + token) * ROWS + row)
+        return cute.make_tensor(where, cute.make_layout(2, stride=ROWS))
+
+
+@cute.jit
+def lanes_of_four(ballot: Any) -> Uint32:
+    """Bit 4 g for each four lanes of which any has its bit set."""
+    bits = Uint32(ballot)
+    bits = bits | bits >> 1
+    return (bits | bits >> 2) & Uint32(0x11111111)
+
+
+def word(base: Any, index: Any) -> Any:
+    """A word in shared memory."""
+    return cute.make_tensor(base + index, cute.make_layout(1))[0]
+
+
+def put(base: Any, index: Any, value: Any) -> None:
+    """Store a word in shared memory."""
+    cute.make_tensor(base + index, cute.make_layout(1))[0] = value
+
+
+def quad(where: Any) -> cute.Tensor:
+    """Four fp32 values at a 16-byte aligned address."""
+    return cute.make_tensor(where.align(16), cute.make_layout(4))
+
+
+def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, n, k = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    weights = [operands.rows(dtype, n, k) for _ in range(3)]
+    biases = [operands.bias(dtype) for _ in range(3)]
+    x, y = (operands.rows(dtype, m, k) for m in [cute.sym_int32()] * 2)
+    parts = operands.vector(Float32, cute.sym_int32())
+    return Decode(spec), (x, *weights, *biases[:2], *[Int32(1)] * 2, biases[2], parts, y, Int32(1))
