@@ -119,7 +119,8 @@ def send_words(target: Any, barrier: Any, rank: Int32, first: Uint32, second: Ui
 def send_quad(target: Any, barrier: Any, rank: Int32, four: Any) -> None:
     """Store four fp32 values, 16-byte aligned, as `send_float` stores one."""
     cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }, [{$r5}];",
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
+        " [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }, [{$r5}];",
         read_only_args=[
             cute.arch.map_dsmem_ptr(target, rank).toint(),
             *(value.bitcast(Uint32) for value in four),

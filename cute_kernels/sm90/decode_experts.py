@@ -1,4 +1,4 @@
-"""decode.py for routed experts: y[t] = sum over the experts e of token t of weights[t, e] * ffn_e(x[t]), without a gate.
+"""decode.py for routed experts without a gate: y[t] = sum over the experts e of token t of weights[t, e] * ffn_e(x[t]).
 
 A tile is one of an expert that any token is routed to, and all tokens are multiplied; h of a token that is not routed
 there is zero. So nothing is sorted, and a group of listed rows mixes experts. The tiles of a shared layer, whose weight
@@ -19,7 +19,8 @@ from ..common.copies import address
 from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack
 from ..specs import DecodeSpec
 from . import decode
-from .decode import ROWS, TILE, Place, Shared, put, word
+from .decode import TILE
+from .decode_list import ROWS, Place, Shared, put, word
 
 EXPERT_BITS = 20
 _NEURONS = (1 << EXPERT_BITS) - 1
@@ -51,7 +52,8 @@ class Operands(NamedTuple):
 class DecodeExperts(decode.Decode):
     """For a dtype, columns of a CTA, CTAs of a cluster and most tokens."""
 
-    weighted, operands = True, Operands
+    weighted = True
+    operands: Any = Operands
 
     def __init__(self, spec: DecodeSpec):
         # ids and weights by slot and token; bits, then the list of experts that are touched

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.emulator import checks
+from tests.emulator import checks, decode
 from tests.emulator.launch import Emulator, Schedule
 from twell._runtime import fingerprint
 
@@ -141,3 +141,26 @@ def test_experts(
 ) -> None:
     with emulator.stands_in(3, Schedule.of(seed)):
         checks.experts(t, k, n, count, top, most, wide_ids, seed)
+
+
+@SEEDS
+@pytest.mark.parametrize(
+    ("line", "columns", "cluster", "clusters"),
+    [
+        ("layer m=1 n=520 k=1024 gated=False density=0.3", 256, 4, 2),
+        # columns that the last CTAs do not have, and neurons that the last tile does not
+        ("layer m=8 n=136 k=1016 gated=False density=0.5 activation=relu2 biases=up+down dtype=fp16", 256, 4, 3),
+        ("layer m=3 n=40 k=72 density=1.0 biases=gate+up+down", 256, 4, 3),
+        ("layer m=16 n=520 k=2048 density=0.2 activation=drelu", 512, 4, 2),
+        ("layer m=15 n=264 k=1000 density=0.02 activation=fatrelu threshold=1.0 by_neuron=True", 1024, 1, 3),
+        # tokens that CTAs share
+        ("layer m=31 n=520 k=1024 density=0.5 biases=up", 256, 4, 2),
+        ("experts m=8 n=72 k=1016 gated=False density=0.3 experts=9 slots=4 absent=0.2 activation=relu2", 256, 4, 3),
+        ("experts m=1 n=40 k=72 gated=False density=0.5 experts=40 slots=6", 256, 4, 3),
+    ],
+)
+def test_whole_layers_of_few_tokens(
+    emulator: Emulator, line: str, columns: int, cluster: int, clusters: int, seed: int
+) -> None:
+    with emulator.stands_in(2 * cluster, Schedule.of(seed)):
+        decode.layer(f"{line} seed={seed}", columns, cluster, clusters, shared=24 * (seed % 2))
