@@ -219,6 +219,7 @@ class DecodeSpec(_FamilyKernel):
     cluster: int
     tokens: int
     op: ClassVar[str] = "decode"
+    dtypes: ClassVar[dict[str, str]] = WEIGHTS
     suffixes: ClassVar[Suffixes] = {
         "kind": {"gated": "_gated", "experts": "_experts"},
         "cluster": "_c{}",
@@ -229,7 +230,8 @@ class DecodeSpec(_FamilyKernel):
     def choices(self) -> dict[str, tuple[Any, ...]]:
         shapes = {cluster for columns, cluster in DECODE_SHAPES if columns == self.columns}
         columns = tuple(sorted({columns for columns, _ in DECODE_SHAPES}))
-        own = {"kind": DECODE_KINDS, "columns": columns, "cluster": tuple(sorted(shapes)), "tokens": DECODE_TOKENS}
+        kinds = DECODE_KINDS[:2] if self.dtype == E4M3 else DECODE_KINDS
+        own = {"kind": kinds, "columns": columns, "cluster": tuple(sorted(shapes)), "tokens": DECODE_TOKENS}
         return super().choices() | {"family": (SM90,)} | own
 
     @property
@@ -597,8 +599,8 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackFewSpec(d, t, wide=True) for d in WEIGHTS for t in WIDE_TOKENS),
         *(
             DecodeSpec(d, kind, *s, t)
-            for d in DTYPES
-            for kind in DECODE_KINDS
+            for d in WEIGHTS
+            for kind in DECODE_KINDS[: 2 if d == E4M3 else 3]
             for s in DECODE_SHAPES
             for t in DECODE_TOKENS
         ),

@@ -37,7 +37,7 @@ from .. import feasible
 from ..common import operands
 from ..common.copies import address, load_values_if
 from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
-from ..specs import DecodeSpec
+from ..specs import E4M3, DecodeSpec
 from .copies import load_row
 from .decode_list import RING, ROWS, WARPS, Lists, Place, Shared, put, quad, word
 
@@ -70,14 +70,16 @@ class Operands(NamedTuple):
 class Decode(Lists):
     """For a dtype, columns of a CTA, CTAs of a cluster, most tokens, and with or without a gate."""
 
-    # whether h is multiplied by the weights of experts
-    weighted = False
+    # whether h is multiplied by the weights of experts; whether rows of x and of the weights have scales
+    weighted = scaled = False
     operands: Any = Operands
     # words of shared memory for their routes
     expert_words = 0
 
     def __init__(self, spec: DecodeSpec):
         self.dtype = operands.DTYPES[spec.dtype]
+        # of x and the weights
+        self.value = cutlass.Uint8 if spec.dtype == E4M3 else self.dtype
         self.gated, self.cluster, self.columns, self.tokens = (
             spec.kind == "gated",
             spec.cluster,
@@ -86,8 +88,9 @@ class Decode(Lists):
         )
         # fragments of 8 tokens, and of 16 columns of a warp
         self.n_frags, self.k_frags = self.tokens // 8, self.columns // (16 * WARPS)
-        # of a slot's rows, in values
-        self.pitch = self.columns + 8
+        # values of 16 bytes, and of a slot's rows with these between
+        self.piece = 128 // self.value.width
+        self.pitch = self.columns + self.piece
         # whether CTAs must issue in one order
         self.ordered = self.gated and self.cluster > 1
         # whether each CTA of a cluster reduces a share of the tokens, and the fragments that a CTA reduces
@@ -114,7 +117,7 @@ class Decode(Lists):
 
     def arrange(self) -> None:
         """Divide shared memory: as many slots as there is room for."""
-        slot, tile = ROWS * self.pitch * 2, 4 * self.part
+        slot, tile = ROWS * self.pitch * self.value.width // 8, 4 * self.part
         sums = self.sum_stages * WARPS * tile + (self.stages * self.cluster * 4 * self.sent if self.cluster > 1 else 0)
         sums += self.stages * 256 * self.n_frags if self.shares else 0
         for slots in range(16, 2, -1):
@@ -163,7 +166,7 @@ class Decode(Lists):
             sums: cute.struct.Align[cute.struct.MemRange[Float32, self.sum_stages * WARPS * part], 128]
             received: cute.struct.Align[cute.struct.MemRange[Float32, from_peers], 128]
             exchanged: cute.struct.Align[cute.struct.MemRange[Uint32, of_shares], 16]
-            ring: cute.struct.Align[cute.struct.MemRange[self.dtype, slots * ROWS * self.pitch], 128]
+            ring: cute.struct.Align[cute.struct.MemRange[self.value, slots * ROWS * self.pitch], 128]
 
         self.memory = feasible.check_shared_memory(Memory, 1)
         *given, clusters, stream = arguments
@@ -244,7 +247,8 @@ class Decode(Lists):
             put(s.words, 1, -1)
         if at.width < self.columns:
             words = cute.make_tensor(
-                cute.recast_ptr(s.ring, dtype=Uint32), cute.make_layout(self.slots * ROWS * self.pitch // 2)
+                cute.recast_ptr(s.ring, dtype=Uint32),
+                cute.make_layout(self.slots * ROWS * self.pitch * self.value.width // 32),
             )
             for i in cutlass.range(at.thread, cute.size(words), self.threads, unroll=1):
                 words[i] = Uint32(0)
@@ -332,7 +336,9 @@ class Decode(Lists):
                     put(s.issued, items % RING, step)
                 if what == 0:
                     put(s.words, 1, items)
-                cute.arch.mbarrier_arrive_and_expect_tx(s.full + slot, at.width * (2 * ROWS) if what > 0 else Int32(0))
+                cute.arch.mbarrier_arrive_and_expect_tx(
+                    s.full + slot, at.width * (self.value.width // 8 * ROWS) if what > 0 else Int32(0)
+                )
                 if const_expr(self.issuers > 1):
                     cute.arch.mbarrier_arrive(s.issue + slot)
             cute.arch.sync_warp()
@@ -383,7 +389,9 @@ class Decode(Lists):
             if what != TILE:
                 neuron = word(s.rows, (group % self.groups) * ROWS + cutlass.min(row, last))
             source = self.source(o, what, neuron, at.rank * self.columns)
-            load_row(s.ring + (slot * ROWS + row) * self.pitch, source, at.width * 2, s.full + slot)
+            load_row(
+                s.ring + (slot * ROWS + row) * self.pitch, source, at.width * (self.value.width // 8), s.full + slot
+            )
 
     # ---- products ----
 
@@ -396,8 +404,8 @@ class Decode(Lists):
         # rows 0-7 and 8-15 of columns 0-7, then of columns 8-15; transposed, columns and rows change places
         half, quarter = (at.lane >> 3) & 1, at.lane >> 4
         before, row = at.warp * (16 * self.k_frags), at.lane & 7
-        a_sums = s.ring + ((row + half * 8) * self.pitch + before + quarter * 8)
-        a_down = s.ring + ((row + quarter * 8) * self.pitch + before + half * 8)
+        a_sums = s.ring + ((row + half * 8) * self.pitch + before + quarter * self.piece)
+        a_down = s.ring + ((row + quarter * 8) * self.pitch + before + half * self.piece)
         kind, slot, phase, stage, turn = Int32(SUMS), Int32(0), Int32(0), Int32(0), Int32(1)
         while kind != END:
             cute.arch.mbarrier_wait(s.full + slot, phase)
@@ -469,11 +477,7 @@ class Decode(Lists):
     @cute.jit
     def add_down(self, source, queue, y: cute.Tensor, lane: Int32):
         """Add h of a group times its rows: rows of y's fragments are columns, g and g + 8 of each sixteen."""
-        pairs = cute.make_tensor(cute.recast_ptr(queue, dtype=Uint32), cute.make_layout(8 * self.tokens))
-        b = cute.make_rmem_tensor((2, self.n_frags), Uint32)
-        for t in range_constexpr(self.n_frags):
-            for j in range_constexpr(2):
-                b[j, t] = pairs[(8 * t + (lane >> 2)) * 8 + (lane & 3) + 4 * j]
+        b = self.load_hidden(queue, lane)
         for k in range_constexpr(self.k_frags):
             a = load_matrices_transposed(source + 16 * k)
             for t in range_constexpr(self.n_frags):
@@ -481,6 +485,16 @@ class Decode(Lists):
                 own = mma_16x8x16(own, *a, b[0, t], b[1, t], self.dtype)
                 for j in range_constexpr(4):
                     y[j, t, k] = own[j]
+
+    @cute.jit
+    def load_hidden(self, queue, lane: Int32) -> cute.Tensor:
+        """B fragments of h of a group."""
+        pairs = cute.make_tensor(cute.recast_ptr(queue, dtype=Uint32), cute.make_layout(8 * self.tokens))
+        b = cute.make_rmem_tensor((2, self.n_frags), Uint32)
+        for t in range_constexpr(self.n_frags):
+            for j in range_constexpr(2):
+                b[j, t] = pairs[(8 * t + (lane >> 2)) * 8 + (lane & 3) + 4 * j]
+        return b
 
     @cute.jit
     def store(self, o: Any, y: cute.Tensor, at: Place):
@@ -504,7 +518,7 @@ class Decode(Lists):
         index = cute.arch.block_idx()[0] * ADDED + own
         line, lane = index // 32, index % 32
         token = line % self.n_frags * 8 + (lane & 3) * 2
-        column = line // self.n_frags * 16 + (lane >> 2)
+        column = line // self.n_frags * 16 + (lane >> 2) * (2 if self.scaled else 1)
         size = self.cluster * WARPS * self.k_frags * self.n_frags * 32
         exists = (token < o.y.shape[0]) & (column < o.y.shape[1])
         total, four = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4, IN_FLIGHT), Float32)
@@ -527,10 +541,11 @@ class Decode(Lists):
                 for i in range_constexpr(4):
                     total[i] += shared[i, own, part]
             for i in range_constexpr(4):
-                m, k = token + i % 2, column + i // 2 * 8
+                m, k = token + i % 2, column + i // 2 * (1 if self.scaled else 8)
                 if (m < o.y.shape[0]) & (k < o.y.shape[1]):
                     bias = o.b_down[k].to(Float32) if o.b_down.shape[0] > 0 else Float32(0.0)
-                    o.y[m, k] = (total[i] + bias).to(self.dtype)
+                    scale = o.down_scale[k] if const_expr(self.scaled) else Float32(1.0)
+                    o.y[m, k] = (total[i] * scale + bias).to(self.dtype)
 
 
 def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:

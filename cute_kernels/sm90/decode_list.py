@@ -85,6 +85,9 @@ class Lists:
         """h of two tokens by their gates, times their weights."""
         raise NotImplementedError
 
+    def scale(self, o: Any, s: Shared, sums: Any, neuron: Any, group: Any, first: Any, lane: Any) -> None:
+        """Multiply the sums of e4m3 values by the scales of their tokens and rows, of a tile or of a group."""
+
     @cute.jit
     def listed(self, s: Shared) -> Int32:
         """The number of items that are listed; what the lister stored before is visible to all lanes."""
@@ -203,9 +206,9 @@ class Lists:
         neuron = row + (at.lane >> 2)
         levels, biases = self.of_neurons(o, neuron)
         sums, pairs = self.take(s, item, at), cute.make_rmem_tensor((self.share, 2), Uint32)
-        group = Int32(-1)
+        group = word(s.items, item % RING) if const_expr(self.gated) else Int32(-1)
+        self.scale(o, s, sums, neuron, group, first, at.lane)
         if const_expr(self.gated):
-            group = word(s.items, item % RING)
             if group < 0:
                 self.activate(o, sums, pairs, most - neuron, levels, biases, weight, first, at.lane)
             else:
@@ -303,20 +306,21 @@ class Lists:
         for r in range_constexpr(2):
             row, bias = (lane >> 2) + 8 * r, Float32(0.0)
             if o.b_up.shape[0] > 0:
-                # rows of the last group beyond the list have gates of zero
-                neuron = cutlass.min(word(s.rows, place * ROWS + row), o.b_up.shape[0] - 1)
-                bias = o.b_up[cutlass.max(neuron, Int32(0))].to(Float32)
+                bias = o.b_up[self.listed_neuron(o, s, place, row)].to(Float32)
             for t in range_constexpr(self.share):
                 entry = self.entry(s, place, 8 * (first + t) + (lane & 3) * 2, row)
                 gates = Uint32(entry[0]) | Uint32(entry[1]) << 16
-                h = pack(
-                    hidden(low_to_float(gates, self.dtype), sums[2 * r, t] + bias, o.activation),
-                    hidden(high_to_float(gates, self.dtype), sums[2 * r + 1, t] + bias, o.activation),
-                    self.dtype,
-                )
+                two = low_to_float(gates, self.dtype), high_to_float(gates, self.dtype)
+                own = [hidden(two[j], sums[2 * r + j, t] + bias, o.activation) for j in range(2)]
+                h = pack(*own, self.dtype)
                 low = h & Uint32(0xFFFF) if gates & Uint32(MAGNITUDE) != 0 else Uint32(0)
                 high = h & Uint32(0xFFFF0000) if gates & Uint32(MAGNITUDE << 16) != 0 else Uint32(0)
                 pairs[t, r] = low | high
+
+    @cute.jit
+    def listed_neuron(self, o: Any, s: Shared, place: Int32, row: Int32) -> Int32:
+        """The neuron of a row of a group; any for rows beyond the list, whose gates are zero."""
+        return cutlass.max(cutlass.min(word(s.rows, place * ROWS + row), o.w_down.shape[0] - 1), Int32(0))
 
     @cute.jit
     def append(self, s: Shared, pairs: cute.Tensor, neuron: Int32, total: Int32, is_last: Boolean, lane) -> Int32:

@@ -55,8 +55,8 @@ std::string text(u64 value) { return std::to_string(value); }
 
 int width(int type) {
   switch (type) {
-    case TYPE_B8: case TYPE_U8: case TYPE_S8: return 1;
-    case TYPE_B16: case TYPE_U16: case TYPE_S16: case TYPE_F16: case TYPE_BF16: return 2;
+    case TYPE_B8: case TYPE_U8: case TYPE_S8: case TYPE_E4M3: return 1;
+    case TYPE_B16: case TYPE_U16: case TYPE_S16: case TYPE_F16: case TYPE_BF16: case TYPE_E4M3X2: return 2;
     case TYPE_B64: case TYPE_U64: case TYPE_S64: case TYPE_PRED: return 8;
     default: return 4;
   }
@@ -77,7 +77,15 @@ u64 extended(u64 value, int type) {
   }
 }
 
+float real_e4m3(u64 value) {
+  const int exponent = value >> 3 & 15, mantissa = value & 7;
+  if ((value & 127) == 127) return NAN;
+  const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+  return value & 128 ? -size : size;
+}
+
 float real(u64 value, int type) {
+  if (type == TYPE_E4M3) return real_e4m3(value);
   switch (type) {
     case TYPE_F32: return std::bit_cast<float>((u32)value);
     case TYPE_BF16: return std::bit_cast<float>((u32)value << 16);
@@ -185,6 +193,10 @@ u64 convert(const Instruction& in, u64 a, u64 b) {
     const float x = real(value, TYPE_F32);
     return rounded((in.flags & RELU) && !(x > 0) && x == x ? 0.0f : x, type);
   };
+  if (from == TYPE_E4M3X2) {
+    if (to != TYPE_F16X2) stop("a conversion between these types");
+    return rounded(real_e4m3(a >> 8 & 255), TYPE_F16) << 16 | rounded(real_e4m3(a & 255), TYPE_F16);
+  }
   if (to == TYPE_BF16X2) return half(a, TYPE_BF16) << 16 | half(b, TYPE_BF16);
   if (to == TYPE_F16X2) return half(a, TYPE_F16) << 16 | half(b, TYPE_F16);
   if (is_float(from) && is_float(to)) {
@@ -1116,16 +1128,16 @@ class Turn {
     switch (in.operation) {
       case OP_MMA: {
         // four, two and four registers of A, B and C, or half as many of A and B
-        const int of_a = (int)(in.inputs - 4) / 3 * 2;
+        const int of_a = (int)(in.inputs - 4) / 3 * 2, bytes = width(in.type), per = 4 / bytes;
         double a[16][32], b[256][32];
-        from_registers(a, in, 0, of_a, 2);
+        from_registers(a, in, 0, of_a, bytes);
         for (int lane = 0; lane < LANES; lane++) {
-          for (int i = 0; i < of_a; i++) {
-            const u64 half = cut(input(in, of_a + i / 2)[lane] >> 16 * (i % 2), 2);
-            b[lane / 4][lane % 4 * 2 + i % 2 + 8 * (i / 2)] = number(half, in.type);
+          for (int i = 0; i < of_a / 2 * per; i++) {
+            const u64 part = cut(input(in, of_a + i / per)[lane] >> 8 * bytes * (i % per), bytes);
+            b[lane / 4][lane % 4 * per + i % per + 4 * per * (i / per)] = number(part, in.type);
           }
         }
-        multiply(in, a, b, 4 * of_a, [&](int v, int lane) { return input(in, of_a * 3 / 2 + v)[lane]; });
+        multiply(in, a, b, 2 * per * of_a, [&](int v, int lane) { return input(in, of_a * 3 / 2 + v)[lane]; });
         return Next::ADVANCE;
       }
       case OP_WGMMA: {

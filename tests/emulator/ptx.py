@@ -18,7 +18,7 @@ POPC CLZ DP2A DP4A SETP SET SELP CVT MAPA ATOM BRANCH EXIT BAR_SYNC BAR_ARRIVE B
 SHFL VOTE REDUX ELECT MBAR_INIT MBAR_ARRIVE MBAR_EXPECT MBAR_TRY CP_ASYNC CP_ARRIVE CP_COMMIT CP_WAIT BULK_LOAD TMA_LOAD
 TMA_STORE TMA_WAIT ST_ASYNC LDMATRIX STMATRIX MMA WGMMA WGMMA_COMMIT WGMMA_WAIT
 """.split()
-TYPES = "pred b8 u8 s8 b16 u16 s16 b32 u32 s32 b64 u64 s64 f16 bf16 f32 f16x2 bf16x2".split()
+TYPES = "pred b8 u8 s8 b16 u16 s16 b32 u32 s32 b64 u64 s64 f16 bf16 f32 f16x2 bf16x2 e4m3 e4m3x2".split()
 SPECIALS = [
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
     *(f"%{name}.{axis}" for name in ("clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid") for axis in "xyz"),
@@ -481,7 +481,8 @@ class Kernel:
         self._emit("STMATRIX", [], given, offset=offset, flags=TRANSPOSED * s.take("trans"))
 
     def _mma(self, s: _Statement) -> None:
-        if not (s.take("m16n8k16") or s.take("m16n8k8")) or s.types[1] not in ("bf16", "f16"):
+        sizes = ("m16n8k32",) if s.types[1] == "e4m3" else ("m16n8k16", "m16n8k8")
+        if not any(map(s.take, sizes)) or s.types[1] not in ("bf16", "f16", "e4m3"):
             raise s.unknown()
         outputs, *inputs = (self._group(argument) for argument in s.arguments)
         given = [operand for group in inputs for operand in group]

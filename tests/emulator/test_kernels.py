@@ -155,6 +155,8 @@ def test_experts(
         ("layer m=15 n=264 k=1000 density=0.02 activation=fatrelu threshold=1.0 by_neuron=True", 1024, 1, 3),
         # tokens that CTAs share
         ("layer m=31 n=520 k=1024 density=0.5 biases=up", 256, 4, 2),
+        ("layer m=5 n=136 k=1008 gated=False density=0.3 scales=row tokens=e4m3 activation=relu2", 256, 4, 3),
+        ("layer m=9 n=264 k=1024 density=0.3 scales=row tokens=e4m3 biases=gate+up+down", 512, 4, 2),
         ("experts m=8 n=72 k=1016 gated=False density=0.3 experts=9 slots=4 absent=0.2 activation=relu2", 256, 4, 3),
         ("experts m=1 n=40 k=72 gated=False density=0.5 experts=40 slots=6", 256, 4, 3),
     ],
