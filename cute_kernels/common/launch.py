@@ -5,7 +5,9 @@ nothing.
 
 The rule: a kernel that is launched so waits once, before it reads or writes global memory, and lets the next one start
 only after that. Then it ends after all kernels before it, and whoever has waited for it finds the writes of all. A
-kernel that did not wait could end before the one ahead of it, and the next one would not notice. A kernel launched
+kernel that did not wait could end before the one ahead of it, and the next one would not notice. One whose threads all
+wait may let the next one start at once, by ``start_next_early``, since it ends after them all the same: that saves the
+set-up of the next one where kernels take microseconds, and costs room on multiprocessors. A kernel launched
 without ``use_pdl`` starts when all before it have ended, and lets the next one go whenever it likes.
 """
 
@@ -32,3 +34,9 @@ def griddepcontrol_launch_dependents() -> None:
     """Let the next kernel start."""
     if const_expr(overlaps()):
         cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def start_next_early() -> None:
+    """Let the next kernel start before this one waits, which every thread of it must do, and before it ends."""
+    cute.arch.griddepcontrol_launch_dependents()

@@ -34,7 +34,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, 
 from cutlass.memory import SmemAllocator
 
 from .. import feasible
-from ..common import operands
+from ..common import launch, operands
 from ..common.copies import address, load_values_if
 from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
 from ..specs import E4M3, DecodeSpec
@@ -195,7 +195,7 @@ class Decode(Lists):
         width = cutlass.min(cutlass.max(o.w_down.shape[1] - rank * self.columns, Int32(0)), Int32(self.columns))
         warp = cute.arch.make_warp_uniform(thread // 32)
         at = Place(thread, warp, thread & 31, rank, cluster, clusters, Int32(0), width)
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.start_next_early()
         self.open(s, at)
         cute.arch.griddepcontrol_wait()
         tiles = self.count_tiles(o, s, at)
@@ -510,7 +510,7 @@ class Decode(Lists):
     @cute.kernel
     def add_clusters(self, o: Any, clusters: Int32):
         """Add the clusters' sums of y, in a fixed order: four threads for four values, all their loads at once."""
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.start_next_early()
         cute.arch.griddepcontrol_wait()
         thread = cute.arch.thread_idx()[0]
         own, quarter = thread % ADDED, thread // ADDED
