@@ -93,7 +93,7 @@ def answers(case: Case, o: Operands) -> dict[str, Answer]:
     if case.kind == "autoencoder" and case.train:
         fired = figures.active.any(0) if case.m else torch.zeros(case.n, dtype=torch.bool, device=right["y"].device)
         right["unfired"] = torch.where(fired, 0, case.m)
-        absolute["unfired"] = 0 * right["unfired"]
+        absolute["unfired"] = signs[-1].doubtful.any(0) * case.m / share if case.m else 0 * right["unfired"]
         if case.activation == "batchtopk":
             kept = figures.gate[figures.active]
             right["moved"] = case.threshold + (0.01 * (kept.amin() - case.threshold) if len(kept) else kept.sum())
@@ -188,7 +188,10 @@ def _chosen(case: Case, gate: Tensor, up: Tensor, sizes: Any, share: float) -> _
     fires = active & (up > 0) if case.activation == "drelu" else active
     distance = (gate - level).abs()
     doubtful = torch.zeros_like(active)
-    if not case.exact and not case.top:
+    if not case.exact and case.activation == "batchtopk" and case.train and active.any():
+        # of the largest of a batch, operands have no distance from the others
+        doubtful = (gate - gate[active].amin()).abs() < share * sizes[0]
+    elif not case.exact and not case.top:
         doubtful = distance < share * sizes[0]
     return _Signs(gate, sizes, active, fires, (distance < case.bandwidth / 2).double(), doubtful)
 
