@@ -43,8 +43,9 @@ def test_compiled_chosen_by_auto_and_tensor_parallel(kind: str, tmp_path: Path, 
     assert served.tokens == stock.tokens
     # the operator ran, for requests
     assert counted(served) == COUNTED
+    # compiled code may round otherwise than eager calls
     parallel = serve(model, hf_overrides=ROW, **TWO_RANKS)
-    assert parallel.tokens == stock.tokens
+    assert parallel.tokens == serve(model, plugin=False).tokens
     assert len(parallel.layers) == LAYERS
 
 
