@@ -38,5 +38,5 @@ def griddepcontrol_launch_dependents() -> None:
 
 @cute.jit
 def start_next_early() -> None:
-    """Let the next kernel start before this one waits, which every thread of it must do, and before it ends."""
-    cute.arch.griddepcontrol_launch_dependents()
+    """Let the next kernel start before this one waits, which every thread of it must do."""
+    griddepcontrol_launch_dependents()

@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cute.nvgpu import cpasync
 
-# the policy that createpolicy makes for evict_first of all lines
+# A cache policy of bulk copies, as a value: evict_first for all lines.
 EVICT_FIRST = 0x12F0000000000000
 
 

@@ -1,8 +1,8 @@
 """A layer of few tokens in one pass over its weights: all rows of the first projection, and of the others the rows of
 neurons that any token fires.
 
-A cluster of CTAs owns every so-manieth tile of 16 neurons. Each CTA has `columns` columns of x, of the weights and of
-y, and its product warps divide these. One ring of slots [16, columns] takes tiles of rows of the first projection, and
+Clusters of CTAs take tiles of 16 neurons in turn. Each CTA has `columns` columns of x, of the weights and of y, and its
+product warps divide these. One ring of slots [16, columns] takes tiles of rows of the first projection, and
 groups of 16 *listed* rows of the others, in an order that depends on time. No result does: sums follow the list, and
 the list follows the neurons.
 
@@ -46,7 +46,6 @@ BACKLOG, LAG = 4, 12
 # what a slot holds, if not a group of down rows by its index
 END, SUMS = -1, -2
 TILE, UP, DOWN = 1, 2, 3
-MEMORY = 232448
 # of the kernel that adds: quads of a CTA, and loads of a thread in flight
 ADDED, IN_FLIGHT = 64, 8
 
@@ -88,8 +87,11 @@ class Decode(Lists):
         )
         # fragments of 8 tokens, and of 16 columns of a warp
         self.n_frags, self.k_frags = self.tokens // 8, self.columns // (16 * WARPS)
+        # values of a word, and products along a warp's columns, of eight words each
+        self.word = 32 // self.value.width
+        self.steps = 2 * self.k_frags // self.word
         # values of 16 bytes, and of a slot's rows with these between
-        self.piece = 128 // self.value.width
+        self.piece = 4 * self.word
         self.pitch = self.columns + self.piece
         # whether CTAs must issue in one order
         self.ordered = self.gated and self.cluster > 1
@@ -131,7 +133,7 @@ class Decode(Lists):
                 + 2
             )
             queue = self.groups * (2 * ROWS * self.tokens + 4 * ROWS)
-            if slots * slot + sums + queue + 4 * self.expert_words + 2048 <= MEMORY:
+            if slots * slot + sums + queue + 4 * self.expert_words + 2048 <= feasible.SMEM_PER_CTA:
                 break
         self.slots = slots
 
@@ -219,7 +221,7 @@ class Decode(Lists):
                     self.reduce(o, s, at)
             else:
                 self.list_neurons(o, s, at)
-        # nobody leaves while others may still write here
+        # peers may still write to this CTA's memory
         if const_expr(self.cluster > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
@@ -273,6 +275,10 @@ class Decode(Lists):
         first, up, down = (address(w, row, column).toint() for w in (o.w_first, o.w_up, o.w_down))
         source = cutlass.select_(what == TILE, first, down)
         return cutlass.select_(what == UP, up, source) if self.gated else source
+
+    def mma(self, sums: Any, *fragments: Any) -> Any:
+        """Products of eight words of x and of the first projection."""
+        return mma_16x8x16(sums, *fragments, self.dtype)
 
     # ---- copies ----
 
@@ -442,15 +448,15 @@ class Decode(Lists):
 
     @cute.jit
     def load_tokens(self, o: Any, at: Place) -> cute.Tensor:
-        """B fragments of x: lane 4 g + i has columns 2 i, 2 i + 1 and 8 more of token g; zeros outside."""
-        x = cute.make_rmem_tensor((2, self.n_frags, self.k_frags), Uint32)
-        first = at.rank * self.columns + at.warp * (16 * self.k_frags) + (at.lane & 3) * 2
+        """B fragments of x: lane 4 g + i has words i and i + 4 of each eight of token g; zeros outside."""
+        x = cute.make_rmem_tensor((2, self.n_frags, self.steps), Uint32)
+        first = at.rank * self.columns + at.warp * (16 * self.k_frags) + (at.lane & 3) * self.word
         for t in range_constexpr(self.n_frags):
             token = 8 * t + (at.lane >> 2)
-            for k in range_constexpr(self.k_frags):
+            for k in range_constexpr(self.steps):
                 for j in range_constexpr(2):
                     x[j, t, k] = Uint32(0)
-                    column = first + 16 * k + 8 * j
+                    column = first + (2 * k + j) * 4 * self.word
                     if (token < o.x.shape[0]) & (column < o.x.shape[1]):
                         where = cute.recast_ptr(address(o.x, token, column).align(4), dtype=Uint32)
                         x[j, t, k] = cute.make_tensor(where, cute.make_layout(1))[0]
@@ -463,11 +469,11 @@ class Decode(Lists):
         chains = 2 if self.n_frags <= 2 else 1
         parts = cute.make_rmem_tensor((4, self.n_frags, chains), Float32)
         parts.fill(0.0)
-        for k in range_constexpr(self.k_frags):
-            a = load_matrices(source + 16 * k)
+        for k in range_constexpr(self.steps):
+            a = load_matrices(source + 8 * self.word * k)
             for t in range_constexpr(self.n_frags):
                 own = [parts[j, t, k % chains] for j in range(4)]
-                own = mma_16x8x16(own, *a, x[0, t, k], x[1, t, k], self.dtype)
+                own = self.mma(own, *a, x[0, t, k], x[1, t, k])
                 for j in range_constexpr(4):
                     parts[j, t, k % chains] = own[j]
         for t in range_constexpr(self.n_frags):

@@ -12,12 +12,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, range_constexpr
 
 from ..common import operands
-from ..common.copies import address
-from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
+from ..common.mma import load_matrices_transposed, mma_16x8x16
 from ..common.values import high_to_float, low_to_float, pack, unpack_e4m3
 from ..specs import DecodeSpec
 from . import decode
-from .decode_list import Place, Shared
+from .decode_list import Shared
 
 
 class Operands(NamedTuple):
@@ -47,38 +46,17 @@ class DecodeE4m3(decode.Decode):
     operands: Any = Operands
 
     @cute.jit
-    def load_tokens(self, o: Any, at: Place) -> cute.Tensor:
-        """B fragments of x: lane 4 g + i has columns 4 i to 4 i + 3, and 16 more, of token g; zeros outside."""
-        x = cute.make_rmem_tensor((2, self.n_frags, self.k_frags // 2), Uint32)
-        first = at.rank * self.columns + at.warp * (16 * self.k_frags) + (at.lane & 3) * 4
-        for t in range_constexpr(self.n_frags):
-            token = 8 * t + (at.lane >> 2)
-            for k in range_constexpr(self.k_frags // 2):
-                for j in range_constexpr(2):
-                    x[j, t, k] = Uint32(0)
-                    column = first + 32 * k + 16 * j
-                    if (token < o.x.shape[0]) & (column < o.x.shape[1]):
-                        where = cute.recast_ptr(address(o.x, token, column).align(4), dtype=Uint32)
-                        x[j, t, k] = cute.make_tensor(where, cute.make_layout(1))[0]
-        return x
-
-    @cute.jit
-    def multiply_tile(self, source, x: cute.Tensor, sums: cute.Tensor):
-        """Sums of a warp's columns for 16 rows, as there."""
-        sums.fill(0.0)
-        for k in range_constexpr(self.k_frags // 2):
-            a = load_matrices(source + 32 * k)
-            for t in range_constexpr(self.n_frags):
-                own = [sums[j, t] for j in range(4)]
-                own = cute.arch.inline_ptx(
-                    "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
-                    "{ {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, "
-                    "{ {$r6}, {$r7}, {$r8}, {$r9} };",
-                    write_only_types=[Float32] * 4,
-                    read_only_args=[*a, x[0, t, k], x[1, t, k], *own],
-                )
-                for j in range_constexpr(4):
-                    sums[j, t] = own[j]
+    def mma(self, sums: Any, *fragments: Any) -> Any:
+        """Products of eight words of x and of the first projection."""
+        return list(
+            cute.arch.inline_ptx(
+                "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
+                "{ {$w0}, {$w1}, {$w2}, {$w3} }, { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, "
+                "{ {$r6}, {$r7}, {$r8}, {$r9} };",
+                write_only_types=[Float32] * 4,
+                read_only_args=[*fragments, *sums],
+            )
+        )
 
     @cute.jit
     def add_down(self, source, queue, y: cute.Tensor, lane: Int32):

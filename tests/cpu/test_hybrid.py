@@ -14,7 +14,7 @@ BF16 = torch.bfloat16
 GATED = pytest.mark.parametrize("gated", [True, False])
 
 
-# N = 264 holds 64 non-zeros a token: a density of 1 does not fit
+# The format of N = 264 holds 64 non-zeros per token, so a density of 1 does not fit.
 def problem(
     m: int, n: int, k: int, density: float, *, gated: bool = True, biases: str = "gate up down", dtype: Any = BF16
 ) -> testing.FFN:

@@ -187,12 +187,13 @@ def _chosen(case: Case, gate: Tensor, up: Tensor, sizes: Any, share: float) -> _
         active = gate > level
     fires = active & (up > 0) if case.activation == "drelu" else active
     distance = (gate - level).abs()
+    # other operands keep their distance from what decides, see ``operands``
+    reach = share * (sizes[0] - gate.abs()) + 2 * torch.finfo(case.torch_dtype).eps * gate.abs()
     doubtful = torch.zeros_like(active)
     if not case.exact and case.activation == "batchtopk" and case.train and active.any():
-        # of the largest of a batch, operands have no distance from the others
-        doubtful = (gate - gate[active].amin()).abs() < share * sizes[0]
-    elif not case.exact and not case.top:
-        doubtful = distance < share * sizes[0]
+        doubtful = (gate - gate[active].amin()).abs() < reach
+    elif not case.exact and case.scales:
+        doubtful = distance < reach
     return _Signs(gate, sizes, active, fires, (distance < case.bandwidth / 2).double(), doubtful)
 
 
