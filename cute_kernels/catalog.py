@@ -4,8 +4,6 @@ from .specs import ARCHITECTURES, PORTABLE, SM90, Spec, all_specs
 
 # The largest class is compiled on demand: few models have such a hidden size.
 MAX_SHIPPED_K = 8192
-# Nothing launches them yet.
-_NOT_YET = ("decode",)
 # They run everywhere, but the kernels beside them need Hopper.
 _FOR_HOPPER = ("quantize_gate", "quantize_tokens", "list_candidates", "expert_pairs", "expert_union", "expert_sum")
 
@@ -19,7 +17,6 @@ def of_architecture(arch: str) -> tuple[Spec, ...]:
         if getattr(s, "k_max", 0) <= MAX_SHIPPED_K
         and getattr(s, "family", family) == family
         and (family == SM90 or s.op not in _FOR_HOPPER)
-        and s.op not in _NOT_YET
     )
 
 

@@ -62,7 +62,7 @@ WIDE_TOKENS = (8, 32)
 E4M3_FEW_TOKENS = (8, 32, 64)
 # Of the kernel for whole layers of few tokens: its forms, columns of K in a CTA with CTAs of a cluster, most tokens.
 DECODE_KINDS = "plain", "gated", "experts"
-DECODE_SHAPES = ((256, 4), (512, 4), (768, 4), (1024, 1), (1024, 2), (1024, 4), (1024, 8))
+DECODE_SHAPES = ((256, 4), (512, 2), (512, 4), (768, 4), (1024, 1), (1024, 2), (1024, 4), (1024, 8), (1024, 16))
 DECODE_TOKENS = (8, 16, 32)
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
@@ -233,6 +233,11 @@ class DecodeSpec(_FamilyKernel):
         kinds = DECODE_KINDS[:2] if self.dtype == E4M3 else DECODE_KINDS
         own = {"kind": kinds, "columns": columns, "cluster": tuple(sorted(shapes)), "tokens": DECODE_TOKENS}
         return super().choices() | {"family": (SM90,)} | own
+
+    @property
+    def k_max(self) -> int:
+        """The most columns that it takes."""
+        return self.columns * self.cluster
 
     @property
     def module(self) -> str:

@@ -37,6 +37,7 @@ from .. import feasible
 from ..common import launch, operands
 from ..common.copies import address, load_values_if
 from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
+from ..common.values import warp_sum
 from ..specs import E4M3, DecodeSpec
 from .copies import load_row
 from .decode_list import RING, ROWS, WARPS, Lists, Place, Shared, put, quad, word
@@ -62,15 +63,18 @@ class Operands(NamedTuple):
     threshold: Any
     activation: Any
     b_down: Any
-    parts: Any  # fp32 [clusters, columns of a cluster / 16, tokens / 8, 32, 4], see `store`
+    # fp32 [clusters, columns of a cluster / 16, tokens / 8, 32, 4], see `store`; behind them two values of each CTA
+    parts: Any
+    aux: Any  # fp32 [2]: the sum of |h| and the number of non-zeros; [0] for none
     y: Any  # [M, K]
 
 
 class Decode(Lists):
     """For a dtype, columns of a CTA, CTAs of a cluster, most tokens, and with or without a gate."""
 
-    # whether h is multiplied by the weights of experts; whether rows of x and of the weights have scales
-    weighted = scaled = False
+    # whether h is multiplied by the weights of experts; whether rows of x and of the weights have scales; whether
+    # non-zeros are counted
+    weighted, scaled, counts = False, False, True
     operands: Any = Operands
     # words of shared memory for their routes
     expert_words = 0
@@ -194,9 +198,12 @@ class Decode(Lists):
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         cluster, clusters = block // self.cluster, blocks // self.cluster
         rank = block - cluster * self.cluster
-        width = cutlass.min(cutlass.max(o.w_down.shape[1] - rank * self.columns, Int32(0)), Int32(self.columns))
+        # CTAs have equal shares of the columns, of whole fragments
+        share = cute.ceil_div(o.w_down.shape[1], self.cluster * 8 * self.word) * (8 * self.word)
+        left = rank * share
+        width = cutlass.min(cutlass.max(o.w_down.shape[1] - left, Int32(0)), share)
         warp = cute.arch.make_warp_uniform(thread // 32)
-        at = Place(thread, warp, thread & 31, rank, cluster, clusters, Int32(0), width)
+        at = Place(thread, warp, thread & 31, rank, cluster, clusters, Int32(0), left, width)
         launch.start_next_early()
         self.open(s, at)
         cute.arch.griddepcontrol_wait()
@@ -394,7 +401,7 @@ class Decode(Lists):
             neuron = cutlass.min(first + row, most)
             if what != TILE:
                 neuron = word(s.rows, (group % self.groups) * ROWS + cutlass.min(row, last))
-            source = self.source(o, what, neuron, at.rank * self.columns)
+            source = self.source(o, what, neuron, at.left)
             load_row(
                 s.ring + (slot * ROWS + row) * self.pitch, source, at.width * (self.value.width // 8), s.full + slot
             )
@@ -450,15 +457,15 @@ class Decode(Lists):
     def load_tokens(self, o: Any, at: Place) -> cute.Tensor:
         """B fragments of x: lane 4 g + i has words i and i + 4 of each eight of token g; zeros outside."""
         x = cute.make_rmem_tensor((2, self.n_frags, self.steps), Uint32)
-        first = at.rank * self.columns + at.warp * (16 * self.k_frags) + (at.lane & 3) * self.word
+        first = at.warp * (16 * self.k_frags) + (at.lane & 3) * self.word
         for t in range_constexpr(self.n_frags):
             token = 8 * t + (at.lane >> 2)
             for k in range_constexpr(self.steps):
                 for j in range_constexpr(2):
                     x[j, t, k] = Uint32(0)
                     column = first + (2 * k + j) * 4 * self.word
-                    if (token < o.x.shape[0]) & (column < o.x.shape[1]):
-                        where = cute.recast_ptr(address(o.x, token, column).align(4), dtype=Uint32)
+                    if (token < o.x.shape[0]) & (column < at.width):
+                        where = cute.recast_ptr(address(o.x, token, at.left + column).align(4), dtype=Uint32)
                         x[j, t, k] = cute.make_tensor(where, cute.make_layout(1))[0]
         return x
 
@@ -505,11 +512,11 @@ class Decode(Lists):
     @cute.jit
     def store(self, o: Any, y: cute.Tensor, at: Place):
         """Store the cluster's sums of y as fragments: those of 16 columns and 8 tokens together."""
-        first = (at.rank * WARPS + at.warp) * self.k_frags
+        first, before = at.warp * self.k_frags, at.cluster * (self.cluster * WARPS * self.k_frags) + at.left // 16
         for k in range_constexpr(self.k_frags):
             for t in range_constexpr(self.n_frags):
-                if (16 * (first + k) < o.w_down.shape[1]) & (8 * t + (at.lane & 3) * 2 < o.x.shape[0]):
-                    line = (at.cluster * (self.cluster * WARPS * self.k_frags) + first + k) * self.n_frags + t
+                if (16 * (first + k) < at.width) & (8 * t + (at.lane & 3) * 2 < o.x.shape[0]):
+                    line = (before + first + k) * self.n_frags + t
                     where = o.parts.iterator + (Int64(line) * 128 + 4 * at.lane)
                     cute.autovec_copy(y[None, t, k], quad(where))
 
@@ -552,6 +559,15 @@ class Decode(Lists):
                     bias = o.b_down[k].to(Float32) if o.b_down.shape[0] > 0 else Float32(0.0)
                     scale = o.down_scale[k] if const_expr(self.scaled) else Float32(1.0)
                     o.y[m, k] = (total[i] * scale + bias).to(self.dtype)
+        if const_expr(self.counts):
+            if (o.aux.shape[0] > 0) & (cute.arch.block_idx()[0] == 0) & (thread < 32):
+                for i in range_constexpr(2):
+                    figure = Float32(0.0)
+                    for cta in cutlass.range(thread, clusters * self.cluster, 32, unroll=4):
+                        figure += o.parts[4 * clusters * size + 2 * cta + i]
+                    figure = warp_sum(figure)
+                    if thread == 0:
+                        o.aux[i] = figure
 
 
 def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -560,5 +576,5 @@ def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
     weights = [operands.rows(dtype, n, k) for _ in range(3)]
     biases = [operands.bias(dtype) for _ in range(3)]
     x, y = (operands.rows(dtype, m, k) for m in [cute.sym_int32()] * 2)
-    parts = operands.vector(Float32, cute.sym_int32())
-    return Decode(spec), (x, *weights, *biases[:2], *[Int32(1)] * 2, biases[2], parts, y, Int32(1))
+    parts, aux = (operands.vector(Float32, cute.sym_int32()) for _ in range(2))
+    return Decode(spec), (x, *weights, *biases[:2], *[Int32(1)] * 2, biases[2], parts, aux, y, Int32(1))

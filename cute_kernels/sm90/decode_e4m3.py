@@ -42,7 +42,7 @@ class Operands(NamedTuple):
 class DecodeE4m3(decode.Decode):
     """For columns of a CTA, CTAs of a cluster, most tokens, and with or without a gate."""
 
-    scaled = True
+    scaled, counts = True, False
     operands: Any = Operands
 
     @cute.jit

@@ -52,7 +52,7 @@ class Operands(NamedTuple):
 class DecodeExperts(decode.Decode):
     """For a dtype, columns of a CTA, CTAs of a cluster and most tokens."""
 
-    weighted = True
+    weighted, counts = True, False
     operands: Any = Operands
 
     def __init__(self, spec: DecodeSpec):

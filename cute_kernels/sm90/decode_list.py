@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
 
 from ..common.activation import above, hidden, level_of, power_pair
-from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack
+from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack, warp_sum
 from .copies import send_quad, send_words
 
 # product warps; rows of a slot; words of a ring of counts, more than there are items between a producer and a lister
@@ -53,7 +53,8 @@ class Place(NamedTuple):
     cluster: Any
     clusters: Any
     tiles: Any
-    width: Any  # columns of this CTA that exist
+    left: Any  # the first column of this CTA
+    width: Any  # its columns
 
 
 class Lists:
@@ -61,9 +62,11 @@ class Lists:
 
     gated: bool
     weighted: bool
+    counts: bool
     shares: bool
     dtype: Any
     cluster: int
+    columns: int
     n_frags: int
     share: int
     part: int
@@ -175,11 +178,12 @@ class Lists:
         self.expect(s.arrived, 4 * self.cluster * self.sent, at.lane)
         item, tiles, end = Int32(0), Int32(0), Int32(1 << 30)
         running, first, held = at.tiles > 0, at.rank * self.share, (Int32(-1), Float32(1.0))
+        figures = zeros()
         while running:
             stage = item % self.stages
             row, most = self.tile(o, s, at, tiles)
             held = self.weigh(o, s, row, held, at)
-            pairs, is_tile, _ = self.reduced(o, s, item, row, most, held[1], first, at)
+            pairs, is_tile, _ = self.reduced(o, s, item, row, most, held[1], first, at, figures)
             tiles += Int32(is_tile)
             cute.arch.mbarrier_wait(s.returned + stage, ((item // self.stages) & 1) ^ 1)
             for c in cutlass.range(self.cluster, unroll=1):
@@ -196,9 +200,10 @@ class Lists:
                         pass
                     end = tiles + ((word(s.totals, (item - 1) % RING) + ROWS - 1) >> 4)
                 running = running | (item < end)
+        self.leave(o, figures, at)
 
     @cute.jit
-    def reduced(self, o: Any, s: Shared, item: Int32, row, most, weight, first, at: Place) -> Any:
+    def reduced(self, o: Any, s: Shared, item: Int32, row, most, weight, first, at: Place, figures: cute.Tensor) -> Any:
         """What follows from the sums of an item, in pairs of tokens [fragments, 2 rows] from a fragment on.
 
         `row`, `most`, `weight`: of the next tile. Returns whether it is one, and else its group, too.
@@ -215,7 +220,32 @@ class Lists:
                 self.multiply_gates(o, s, sums, pairs, group, first, at.lane)
         else:
             self.activate(o, sums, pairs, most - neuron, levels, biases, weight, first, at.lane)
+        if const_expr(self.counts):
+            self.count(pairs, group, figures)
         return pairs, group < 0, group
+
+    @cute.jit
+    def count(self, pairs: cute.Tensor, group: Int32, figures: cute.Tensor):
+        """Add to the sum of |h| and to the number of non-zeros: a gate of a tile, or h of a group."""
+        for t in range_constexpr(self.share):
+            for r in range_constexpr(2):
+                magnitudes = pairs[t, r] & Uint32(0x7FFF7FFF)
+                if const_expr(not self.gated) or group >= 0:
+                    figures[0] += low_to_float(magnitudes, self.dtype) + high_to_float(magnitudes, self.dtype)
+                if group < 0:
+                    figures[1] += Float32(Int32(magnitudes & Uint32(0xFFFF) != 0) + Int32(magnitudes >> 16 != 0))
+
+    @cute.jit
+    def leave(self, o: Any, figures: cute.Tensor, at: Place):
+        """Store a CTA's sums behind the parts of y."""
+        if const_expr(self.counts):
+            behind = at.clusters * (self.cluster * self.columns * self.tokens)
+            own = behind + 2 * (at.cluster * self.cluster + at.rank)
+            for i in range_constexpr(2):
+                total = warp_sum(figures[i])
+                if at.lane == 0:
+                    # unless they share tokens, all CTAs of a cluster have the same
+                    o.parts[own + i] = total if const_expr(self.shares) or at.rank == 0 else Float32(0.0)
 
     # ---- the list ----
 
@@ -227,14 +257,14 @@ class Lists:
         elif const_expr(self.cluster > 1):
             self.expect(s.arrived, 4 * self.cluster * self.sent, at.lane)
         item, tiles, total = Int32(0), Int32(0), Int32(0)
-        running, held = at.tiles > 0, (Int32(-1), Float32(1.0))
+        running, held, figures = at.tiles > 0, (Int32(-1), Float32(1.0)), zeros()
         while running:
             row, most = self.tile(o, s, at, tiles)
             if const_expr(self.shares):
                 pairs, is_tile, group = self.receive(s, item, at.lane)
             else:
                 held = self.weigh(o, s, row, held, at)
-                pairs, is_tile, group = self.reduced(o, s, item, row, most, held[1], Int32(0), at)
+                pairs, is_tile, group = self.reduced(o, s, item, row, most, held[1], Int32(0), at, figures)
             if is_tile:
                 tiles += 1
                 total = self.append(s, pairs, row + (at.lane >> 2), total, tiles == at.tiles, at.lane)
@@ -250,6 +280,8 @@ class Lists:
             running = tiles < at.tiles
             if const_expr(self.gated):
                 running = running | (item < tiles + ((total + ROWS - 1) >> 4))
+        if const_expr(not self.shares):
+            self.leave(o, figures, at)
 
     @cute.jit
     def receive(self, s: Shared, item: Int32, lane: Int32) -> Any:
@@ -369,6 +401,13 @@ def lanes_of_four(ballot: Any) -> Uint32:
     bits = Uint32(ballot)
     bits = bits | bits >> 1
     return (bits | bits >> 2) & Uint32(0x11111111)
+
+
+def zeros() -> cute.Tensor:
+    """The sum of |h| and the number of non-zeros of no neurons."""
+    figures = cute.make_rmem_tensor((2,), Float32)
+    figures.fill(0.0)
+    return figures
 
 
 def word(base: Any, index: Any) -> Any:

@@ -65,6 +65,7 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGp
     gpu = FakeGpu()
     capability = device.SM_90 if family == specs.SM90 else (8, 0)
     monkeypatch.setattr(device, "sm_count", lambda index: SM_COUNT)
+    monkeypatch.setattr(device, "clusters", lambda index, ctas: SM_COUNT // ctas)
     monkeypatch.setattr(device, "capability", lambda index: capability)
     monkeypatch.setattr(resolve, "_find", gpu.kernel)
     monkeypatch.setattr(resolve, "_kernels", {})

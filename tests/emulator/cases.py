@@ -33,7 +33,7 @@ def run(emulator: Emulator, line: str) -> list[int]:
 
     Over-full passes take 256 tokens at a time. Returns how many clusters computed in each of their launches.
     """
-    case, teams, multiprocessors = Case.of(line), [], device.sm_count
+    case, teams, multiprocessors, clusters = Case.of(line), [], device.sm_count, device.clusters
     operands = build(case, CPU)
     laid = laid_out(case, operands)
     call = caller(case, laid)
@@ -50,6 +50,7 @@ def run(emulator: Emulator, line: str) -> list[int]:
     with pytest.MonkeyPatch.context() as patch, fake_gpu.dispatched():
         fake_gpu.install(patch)
         patch.setattr(device, "sm_count", multiprocessors)
+        patch.setattr(device, "clusters", clusters)
         patch.setattr(resolve, "resolve", kernel)
         for name in ("OVERFLOW_FORWARD", "OVERFLOW_BACKWARD"):
             patch.setattr(geometry, name, 256)

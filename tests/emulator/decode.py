@@ -29,7 +29,8 @@ def layer(line: str, columns: int, cluster: int, clusters: int, shared: int = 0)
         levels = level_of(case).expand(case.n)
         biases[0] = torch.cat([biases[0] if len(biases[0]) else torch.zeros_like(levels), levels])
     y = torch.full((case.m, case.k + 8), torch.nan, dtype=case.torch_dtype)[:, : case.k]
-    parts = torch.full((clusters * cluster * columns * tokens,), torch.nan)
+    parts = torch.full((clusters * cluster * (columns * tokens + 2),), torch.nan)
+    aux = torch.full((2,), torch.nan)
     how = threshold_pair(form, case.torch_dtype), form.code()
     last = biases[2], parts, y, clusters
     if case.scales:
@@ -53,6 +54,7 @@ def layer(line: str, columns: int, cluster: int, clusters: int, shared: int = 0)
         launch(spec, x, matrices[0], pair[0], matrices[1], pair[1], *sizes, *routes, none, none, *how, *last)
     else:
         up = strided(o["w_up"]) if case.gated else matrices[0]
+        last = biases[2], parts, aux, y, clusters
         launch(spec, x, matrices[0], up, matrices[1], biases[0], biases[1] if case.gated else none, *how, *last)
     testing.assert_same(y, right.to(y.dtype), line)
 

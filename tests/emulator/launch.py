@@ -189,6 +189,7 @@ class Emulator:
         deterministic = torch.are_deterministic_algorithms_enabled()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(device, "sm_count", lambda index: multiprocessors)
+            patch.setattr(device, "clusters", lambda index, ctas: max(multiprocessors // ctas, 1))
             patch.setattr(device, "capability", lambda index: device.SM_90)
             patch.setattr(tuning, "family", lambda index: family)
             patch.setattr(resolve, "resolve", lambda spec, arch: self.kernel(spec))

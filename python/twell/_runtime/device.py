@@ -92,6 +92,39 @@ def capability(index: int) -> tuple[int, int]:
     return _attribute(index, "COMPUTE_CAPABILITY_MAJOR"), _attribute(index, "COMPUTE_CAPABILITY_MINOR")
 
 
+# A kernel without instructions, and shared memory of which a multiprocessor has room for one CTA.
+_EMPTY = b".version 8.0\n.target sm_90\n.address_size 64\n.visible .entry empty() { ret; }\n\0"
+_WHOLE_MEMORY = 200 << 10
+
+
+@functools.cache
+def clusters(index: int, ctas: int) -> int:
+    """Clusters of so many CTAs, each with a multiprocessor of its own, that device ``index`` runs at a time."""
+    driver = _bindings()
+    with relaxed_capture():
+        context = _call("cuDevicePrimaryCtxRetain", _handle(index))
+        _call("cuCtxPushCurrent", context)
+        try:
+            module = _call("cuModuleLoadData", _EMPTY)
+            kernel = _call("cuModuleGetFunction", module, b"empty")
+            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _call("cuFuncSetAttribute", kernel, most, _WHOLE_MEMORY)
+            dimension = driver.CUlaunchAttribute()
+            dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            shape = dimension.value.clusterDim
+            shape.x, shape.y, shape.z = ctas, 1, 1
+            launch = driver.CUlaunchConfig()
+            launch.gridDimX, launch.gridDimY, launch.gridDimZ = ctas, 1, 1
+            launch.blockDimX, launch.blockDimY, launch.blockDimZ = 32, 1, 1
+            launch.sharedMemBytes, launch.attrs, launch.numAttrs = _WHOLE_MEMORY, [dimension], 1
+            found = int(_call("cuOccupancyMaxActiveClusters", kernel, launch))
+            _call("cuModuleUnload", module)
+        finally:
+            _call("cuCtxPopCurrent")
+            _call("cuDevicePrimaryCtxRelease", _handle(index))
+    return max(found, 1)
+
+
 def architecture(index: int) -> str | None:
     """The architecture of kernels that device ``index`` runs; None if there are none for it."""
     return ARCHITECTURES.get(capability(index)[0])

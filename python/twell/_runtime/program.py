@@ -152,6 +152,10 @@ class Program:
         """The streaming multiprocessors of the device."""
         return device.sm_count(self.index)
 
+    def clusters(self, ctas: int) -> int:
+        """Clusters of so many CTAs, one per multiprocessor, that the device runs at a time."""
+        return device.clusters(self.index, ctas)
+
     def operand(self, dtype: torch.dtype, *shape: int, strides: tuple[int, ...] | None = None) -> View:
         """The next tensor that calls give."""
         plain = contiguous(shape)

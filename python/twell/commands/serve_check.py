@@ -427,7 +427,7 @@ def predict(
     if refused or layer.reason:
         return Row(layer.number, m, decode, "dense", 1.0, refused or layer.reason, {})
     known = Figures(figures.nonzeros / ranks, vllm.union(figures, m))
-    strategy, reason, costs = decide(problem, known, None, table)
+    strategy, reason, costs, _ = decide(problem, known, None, table)
     if requested.strategy != "auto":
         strategy, reason = requested.strategy, "named by the configuration"
     share = costs.get(strategy, 1.0 if strategy == "dense" else None)

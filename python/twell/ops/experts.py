@@ -14,6 +14,7 @@ is [T, K]. On a CPU "auto" is dense, and an id below -1 or of E or more raises V
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,8 @@ from twell._arguments import require_choice
 from twell._runtime import geometry, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import ALIGNMENT, Program, View
-from twell.ops import hybrid
+from twell.ops import decode, hybrid
+from twell.ops.decode import all_rows
 from twell.ops.gate_pack import gate_on_cpu
 from twell.ops.library import ACTIVATION, REACH, check, check_matrix, register, rows
 from twell.ops.operands import run
@@ -39,7 +41,7 @@ _MOST_UNITS = 65535
 
 
 class Experts(NamedTuple):
-    """x [T, K]; w_gate, w_up and w_down [E, N, K]; ids and weights [T, k].
+    """x [T, K]; w_gate, w_up and w_down [E, N, K]; ids and weights [T, k]; shared_up and shared_down [S, K].
 
     Without a gate there is no w_up, and the up projection stands at w_gate.
     """
@@ -50,11 +52,13 @@ class Experts(NamedTuple):
     w_down: Any
     ids: Any
     weights: Any
+    shared_up: Any = None
+    shared_down: Any = None
 
 
 def check_experts(given: Experts) -> None:
     """Raise unless the operands fit each other."""
-    x, w_gate, w_up, w_down, ids, weights = given
+    x, w_gate, w_up, w_down, ids, weights, *shared = given
     check_matrix("x", x)
     for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
         if weight is not None and weight.dim() != 3:
@@ -66,6 +70,12 @@ def check_experts(given: Experts) -> None:
     if n % 8 or not 0 < n <= geometry.MAX_NEURONS:
         raise ValueError(f"N must be a positive multiple of 8 up to {geometry.MAX_NEURONS}, got {n}")
     check_routes(ids, weights, x.shape[0], count)
+    if (shared[0] is None) != (shared[1] is None) or (w_up is not None and shared[0] is not None):
+        raise ValueError("shared_up and shared_down must be given together, to experts without a gate")
+    if shared[0] is not None:
+        check_matrix("shared_up", shared[0])
+        for name, weight in zip(("shared_up", "shared_down"), shared):
+            check(name, weight, (shared[0].shape[0], x.shape[1]), x.dtype)
 
 
 def check_routes(ids: Tensor, weights: Tensor, t: int, count: int) -> None:
@@ -92,11 +102,13 @@ def _fake(
     activation: str = "relu",
     threshold: float = 0.0,
     invariant: bool = False,
+    shared_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
 ) -> Tensor:
     require_how(strategy, invariant)
     activation_of(activation, threshold, w_up is not None).level(x.dtype)
     geometry.words_per_tile(compression)
-    check_experts(Experts(x, w_gate, w_up, w_down, ids, weights))
+    check_experts(Experts(x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down))
     return x.new_empty(x.shape)
 
 
@@ -109,12 +121,17 @@ def require_how(strategy: str, invariant: bool) -> None:
 
 def _cpu(*arguments: Any) -> Tensor:
     y = _fake(*arguments)
-    given, (_, strategy, name, threshold, invariant) = Experts(*arguments[:6]), arguments[6:]
+    given, (_, strategy, name, threshold, invariant) = _given(arguments)
     check_ids(given.ids, len(given.w_gate))
     activation = activation_of(name, threshold)
     if strategy == "dense" or (strategy == "auto" and not invariant):
         return dense(given, activation)
     return y.copy_(_sums(given, activation))
+
+
+def _given(arguments: Sequence[Any]) -> tuple[Experts, Sequence[Any]]:
+    """The operands among the arguments of the schema, and the others."""
+    return Experts(*arguments[:6], *arguments[11:]), arguments[6:11]
 
 
 def check_ids(ids: Tensor, count: int, name: str = "ids") -> None:
@@ -126,8 +143,11 @@ def check_ids(ids: Tensor, count: int, name: str = "ids") -> None:
 
 def _sums(given: Experts, activation: Activation) -> Tensor:
     """y in fp32, of gates that are rounded and hidden states that are not."""
-    x, w_gate, w_up, w_down, ids, weights = given
+    x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down = given
     y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
+    if shared_up is not None:
+        gate = gate_on_cpu(x, shared_up, None, Activation("fatrelu", activation.threshold)).float()
+        y += hybrid.project(activation.hidden(gate, None), shared_down.t(), None)
     for expert in ids.unique().tolist():
         tokens, slots = (ids == expert).nonzero(as_tuple=True)
         if expert < 0:
@@ -141,15 +161,15 @@ def _sums(given: Experts, activation: Activation) -> Tensor:
 
 def _cuda(*arguments: Any) -> Tensor:
     y = _fake(*arguments)
-    given, (compression, strategy, name, threshold, invariant) = Experts(*arguments[:6]), arguments[6:]
+    given, (compression, strategy, name, threshold, invariant) = _given(arguments)
     activation = activation_of(name, threshold)
-    x, w_gate, w_up, w_down, ids, weights = given
+    x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down = given
     if not x.numel():
         return y
-    index = x.device.index
-    family = tuning.family(index)
+    family = tuning.family(x.device.index)
+    one_pass = not invariant and _in_one_pass(given, activation, family)
     if strategy == "auto" and not invariant:
-        few = tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None)
+        few = one_pass or tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None)
         # weights in another layout would be copied; other dense products let the host wait
         readable = all(is_readable(weight) for weight in (w_gate, w_up, w_down) if weight is not None)
         by_row = family == specs.SM90 and readable and (few or not _never_waits(x, len(w_gate)))
@@ -158,13 +178,42 @@ def _cuda(*arguments: Any) -> Tensor:
         if family != specs.SM90 or not _never_waits(x, len(w_gate)):
             return dense(given, activation)
         laid = given._replace(x=rows(x), ids=aligned(ids), weights=aligned(weights))
-        return _dense_on_hopper(laid, activation, y)
+        return _with_shared(_dense_on_hopper(laid, activation, y), given, activation)
     if family != specs.SM90:
         raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
-    up = None if w_up is None else slabs(w_up)
-    operands = rows(x), slabs(w_gate), up, slabs(w_down), aligned(ids), aligned(weights), y
-    run(launches, operands, compression, activation, invariant)
-    return y
+    operands = rows(x), slabs(w_gate), slabs(w_down), aligned(ids), aligned(weights)
+    if one_pass:
+        shared = (None, None) if shared_up is None else (rows(shared_up), rows(shared_down))
+        run(_one_pass, (*operands, *shared, y), activation)
+        return y
+    run(launches, (*operands, None if w_up is None else slabs(w_up), y), compression, activation, invariant)
+    return _with_shared(y, given, activation)
+
+
+def _in_one_pass(given: Experts, activation: Activation, family: str) -> bool:
+    """Whether one kernel computes all experts of these tokens, by tiles of neurons."""
+    if given.w_up is not None or _overflows(given.x.dtype, activation):
+        return False
+    return tuning.decode(given.x.dtype, *given.x.shape, "experts", family) is not None
+
+
+def _overflows(dtype: torch.dtype, activation: Activation) -> bool:
+    """Whether hidden states are not rounded: the squares of float16 may exceed it."""
+    return dtype == torch.float16 and activation.name == "relu2"
+
+
+def _one_pass(p: Program, x: View, w_up: View, w_down: View, ids: View, weights: View, *rest: Any) -> None:
+    shared_up, shared_down, y, activation = rest
+    shared = None if shared_up is None else (shared_up, shared_down)
+    decode.launch_experts(p, x, w_up, w_down, _words(ids), weights, shared, y, activation)
+
+
+def _with_shared(y: Tensor, given: Experts, activation: Activation) -> Tensor:
+    """y and what the shared layer adds, by PyTorch's own operators."""
+    if given.shared_up is None:
+        return y
+    hidden = activation.hidden(activation.after(F.linear(given.x, given.shared_up)), None)
+    return y + F.linear(hidden, given.shared_down.t())
 
 
 def aligned(small: Tensor) -> Tensor:
@@ -197,10 +246,10 @@ def launches(
     p: Program,
     x: View,
     w_gate: View,
-    w_up: View | None,
     w_down: View,
     ids: View,
     weights: View,
+    w_up: View | None,
     y: View,
     compression: int,
     activation: Activation,
@@ -209,9 +258,8 @@ def launches(
     """Launch what fills ``y``: by the rows of each token or, of many tokens, by the union of rows of each unit."""
     (t, k), (count, n, _), top = x.shape, w_gate.shape, ids.shape[1]
     number, name = t * top, tuning.dtype_name(x.dtype)
-    # the squares of float16 may exceed it, so that they are not rounded
-    squares = x.dtype == torch.float16 and activation.name == "relu2"
-    by_union = not squares and tuning.by_union_of_experts(x.dtype, t, n, w_up is not None, invariant)
+    by_union = tuning.by_union_of_experts(x.dtype, t, n, w_up is not None, invariant)
+    by_union = by_union and not _overflows(x.dtype, activation)
     # each pair of few tokens is a unit, and no kernel puts them in order
     direct = t <= tuning.UNORDERED_TOKENS and not (invariant or by_union)
     most = specs.EXPERT_TOKENS[0] if direct else tuning.expert_tokens(number, count, invariant)
@@ -235,7 +283,7 @@ def launches(
     words = p.scratch(torch.int32, number, tiles * width)
     spill = p.scratch(x.dtype, number, tiles * geometry.TILE)
     p.launch(spec, pairs.rows, w_gate, words, spill, *of_units(pairs, p.scratch(x.dtype, 0, n)), *how)
-    (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else _matrix(w_up), _matrix(w_down)
+    (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else all_rows(w_up), all_rows(w_down)
     # helpers add up the non-zeros of all tokens
     shared = not invariant and number * n < 1 << 31
     helpers = tuning.token_helpers(t, down, p.multiprocessors) if shared else 0
@@ -308,7 +356,7 @@ def by_units(
     compact = p.scratch(hidden.dtype, number, -(-n // geometry.CHUNK) * geometry.CHUNK)
     name = tuning.dtype_name(hidden.dtype)
     p.launch(specs.ExpertUnionSpec(name), hidden, units, total, neurons, compact, most)
-    second, down_rows = _matrix(w_down)
+    second, down_rows = all_rows(w_down)
     p.launch(spec, compact, second, *scale, neurons, units, total, z, down_rows, p.multiprocessors)
     p.launch(specs.ExpertSumSpec(name, False), z, pairs.places, weights, y)
 
@@ -318,19 +366,12 @@ def _words(ids: View) -> View:
     return ids.at(0, torch.int32, math.prod(ids.shape), ids.dtype.itemsize // 4)
 
 
-def _matrix(weights: View) -> tuple[View, int]:
-    """All rows from the first expert's first to the last one's last, and those from one expert to the next."""
-    (count, n, k), (between, pitch, _) = weights.shape, weights.strides
-    step = between // pitch
-    return View(weights.base, weights.offset, weights.dtype, ((count - 1) * step + n, k), (pitch, 1)), step
-
-
 # Grouped products
 
 
 def dense(given: Experts, activation: Activation) -> Tensor:
     """y by PyTorch's own operators, which have gradients."""
-    x, w_gate, w_up, w_down, ids, weights = given
+    x, w_gate, w_up, w_down, ids, weights, *_ = given
     count, top = len(w_gate), ids.shape[1]
     exists = (ids >= 0) & (ids < count)
     # the weight of a slot without an expert may be NaN
@@ -349,8 +390,7 @@ def dense(given: Experts, activation: Activation) -> Tensor:
     y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for slot in range(top):
         y = y + made[places[:, slot]].to(y.dtype) * weights[:, slot, None].to(y.dtype)
-    rounded: Tensor = y.to(x.dtype)
-    return rounded
+    return _with_shared(y.to(x.dtype), given, activation)
 
 
 _grouped_mm: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
@@ -365,7 +405,7 @@ def _never_waits(values: Tensor, experts: int) -> bool:
 
 def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tensor:
     """The same without gradients: y, filled by one operator for each product and kernels around them."""
-    x, w_gate, w_up, w_down, ids, weights = given
+    x, w_gate, w_up, w_down, ids, weights, *_ = given
     places, ends = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (ids.numel(), len(w_gate)))
     gathered = x.new_empty(ids.numel(), x.shape[1])
     run(order, (x, ids, gathered, places, ends))
@@ -438,7 +478,7 @@ _products_in_graphs.register_autograd(
 
 experts = register(
     "experts(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor ids, Tensor weights, int compression, "
-    f"str strategy, {ACTIVATION}, bool invariant=False) -> Tensor",
+    f"str strategy, {ACTIVATION}, bool invariant=False, Tensor? shared_up=None, Tensor? shared_down=None) -> Tensor",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

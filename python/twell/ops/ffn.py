@@ -20,6 +20,7 @@ the layer has a gate, K is at most 4,096 and N at most 16,384 (8,192 in float16)
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,9 +29,9 @@ from torch import Tensor
 
 from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
-from twell._runtime import geometry, nvtx
+from twell._runtime import geometry, nvtx, specs
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
-from twell.ops import dense, screened, union
+from twell.ops import decode, dense, screened, union
 from twell.ops.gate_pack import gate_on_cpu, pack, scratch
 from twell.ops.library import (
     ACTIVATION,
@@ -72,6 +73,8 @@ def _run(
         route = route._replace(screen=False)
     if route.strategy == "dense":
         return dense.totalled(*opened(layer, activation), route.measurement, totals)
+    if is_one_pass(layer, activation, route):
+        return _one_pass(layer, activation, totals)
     require_sliceable(len(layer.w_gate), activation)
     y, l1, stats, unions, candidates = _by_slices(sparse, layer, compression, activation, route, totals)
     if not totals and route.measurement is None:
@@ -84,6 +87,39 @@ def _run(
         # a row of stats has 8 tokens
         route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
     return y, l1.sum() if totals else None, nonzeros
+
+
+def is_one_pass(layer: Any, activation: Activation, route: Route) -> bool:
+    """Whether a layer, or views of it, of few tokens runs in one pass over its weights (``ops.decode``)."""
+    if activation.k or route.screen or route.invariant:
+        return False
+    x, kind = layer.x, "plain" if layer.w_up is None else "gated"
+    family = tuning.family(x.device.index) if x.is_cuda else specs.SM90
+    return tuning.decode(x.dtype, math.prod(x.shape[:-1]), x.shape[-1], kind, family) is not None
+
+
+def _one_pass(layer: Operands, activation: Activation, totals: bool) -> _Totals:
+    """The layer of few tokens in one pass, w_down [K, N]."""
+    if not layer.x.is_cuda:
+        x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+        gate = gate_on_cpu(x, w_gate, b_gate, activation)
+        y, l1, stats, _ = behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, True)
+        return y, l1.sum(), stats.sum()
+    given = laid(layer)
+    y = allocate(layer.x, tuple(layer.x.shape), contiguous(layer.x.shape), layer.x.dtype)
+    aux = y.new_empty(2, dtype=torch.float32) if totals else None
+    _few(Form.of(given), activation, totals)(*present((*given, y, aux)))
+    return (y, None, None) if aux is None else (y, aux[0], aux[1].long())
+
+
+@kept
+def _few(form: Form, activation: Activation, totals: bool) -> Executable:
+    """What runs a layer in one pass, into y and, with ``totals``, the sum of |h| and the number of non-zeros."""
+    p, (x, *weights) = form.program()
+    y = p.operand(x.dtype, *x.shape).matrix()
+    aux = p.operand(torch.float32, 2) if totals else None
+    decode.launch(p, Views(x.matrix(), *weights), y, aux, activation)
+    return p.compiled()
 
 
 def _by_slices(sparse: Callable[..., _Counted], layer: Operands, *how: Any) -> _Counted:
@@ -309,7 +345,8 @@ def inference_of(
     merged: whether a dense layer may compute gate and up in one product.
     """
     x = layer.x
-    if is_sliced(len(layer.w_gate)) and route.strategy != "dense":
+    one_pass = route.strategy != "dense" and is_one_pass(layer, activation, route)
+    if is_sliced(len(layer.w_gate)) and route.strategy != "dense" and not one_pass:
         return None
     if has_thresholds(layer.b_gate, len(layer.w_gate)) and (route.screen or route.strategy == "dense"):
         return None
@@ -322,8 +359,11 @@ def inference_of(
         return None
     if route.screen:
         screened.require(x.device, "torch.ops.twell.ffn with screen=True")
-    form = Form.of((*layer, layer.b_gate if route.screen else None))
-    run, _ = _pass(form, route.name, True, compression, activation, False)
+    if one_pass:
+        run = _few(Form.of(layer), activation, False)
+    else:
+        form = Form.of((*layer, layer.b_gate if route.screen else None))
+        run, _ = _pass(form, route.name, True, compression, activation, False)
     place, screen = (tuple(x.shape), contiguous(x.shape), x.dtype), route.screen
 
     def inference(*operands: Any) -> Tensor | None:

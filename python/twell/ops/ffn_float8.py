@@ -25,7 +25,7 @@ from twell._runtime import device, geometry, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
 from twell.float8 import E4M3, Float8
-from twell.ops import union
+from twell.ops import decode, union
 from twell.ops.gate_pack import pack, scratch
 from twell.ops.library import ACTIVATION, Shape, check, check_rank, has_rows, laid_bias, new, register, transpose
 from twell.ops.operands import Form, Scaled, Views, present, run
@@ -138,7 +138,7 @@ def _on_cpu(layer: Layer, compression: int, activation: Activation, route: Route
     tokens = tokens_of(layer.x, layer.x_scale)
     if route.strategy == "dense":
         return float8.dense(tokens, *_weights(layer), activation, use_fast_accum=fast)
-    rounded = route.strategy == "union"
+    rounded = route.strategy == "union" or _in_one_pass(layer, route, fast, specs.SM90)
     return float8.formula(tokens, *_weights(layer), activation, torch.float32, rounded).bfloat16()
 
 
@@ -166,6 +166,10 @@ def on_cuda(layer: Layer, compression: int, activation: Activation, route: Route
     if tuning.family(layer.x.device.index) != specs.SM90:
         raise NotImplementedError('e4m3 weights have sparse kernels for sm_90a alone; strategy="dense" runs everywhere')
     given = _laid(layer)
+    if _in_one_pass(layer, route, fast, specs.SM90):
+        y = layer.x.new_empty(layer.x.shape, dtype=torch.bfloat16)
+        _few(Form.of(given), activation)(*present(given), y)
+        return y
     counted = route.measurement is not None
     run, shapes = _pass(Form.of(given), route.name, compression, activation, fast, counted)
     y = allocate(layer.x, tuple(layer.x.shape), contiguous(layer.x.shape), torch.bfloat16)
@@ -203,21 +207,40 @@ def _readable(name: str, matrix: Tensor) -> Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
+def _in_one_pass(layer: Layer, route: Route, fast: bool, family: str) -> bool:
+    """Whether one kernel computes the layer of these tokens (``ops.decode``)."""
+    kind = "plain" if layer.w_up is None else "gated"
+    return fast and not route.invariant and tuning.decode(E4M3, *layer.x.shape, kind, family) is not None
+
+
+@kept
+def _few(form: Form, activation: Activation) -> Executable:
+    """What runs the layer of few tokens, into y."""
+    p, layer = _program(form, True)
+    decode.launch(p, layer, p.operand(torch.bfloat16, *layer.x.shape), None, activation)
+    return p.compiled()
+
+
+def _program(form: Form, fast: bool) -> tuple[Program, Views]:
+    """A program that begins with tokens in e4m3, and views of the layer, w_down [K, N]."""
+    p, views = form.program()
+    x, x_scale, w_gate, gate_scale, w_up, up_scale, w_down, down_scale, *biases = views
+    if x.dtype == torch.uint8:
+        tokens = Scaled(x, x_scale, fast)
+    else:
+        tokens = Scaled(p.scratch(torch.uint8, *x.shape), p.scratch(torch.float32, x.shape[0]), fast)
+        quantise(p, x, x_scale, tokens.values, tokens.scale)
+    up = None if w_up is None else Scaled(w_up, up_scale)
+    return p, Views(tokens, Scaled(w_gate, gate_scale), up, Scaled(w_down, down_scale).t(), *biases)
+
+
 @kept
 def _pass(
     form: Form, route: str, compression: int, activation: Activation, fast: bool, counted: bool
 ) -> tuple[Executable, tuple[Shape, ...]]:
     """What runs a sparse ``route``, and the shapes of its figures: operands behind y if ``counted``, else scratch."""
-    p, views = form.program()
-    x, x_scale, w_gate, gate_scale, w_up, up_scale, w_down, down_scale, *biases = views
-    (m, k), n = x.shape, w_gate.shape[0]
-    if x.dtype == torch.uint8:
-        tokens = Scaled(x, x_scale, fast)
-    else:
-        tokens = Scaled(p.scratch(torch.uint8, m, k), p.scratch(torch.float32, m), fast)
-        quantise(p, x, x_scale, tokens.values, tokens.scale)
-    up = None if w_up is None else Scaled(w_up, up_scale)
-    layer = Views(tokens, Scaled(w_gate, gate_scale), up, Scaled(w_down, down_scale).t(), *biases)
+    p, layer = _program(form, fast)
+    (m, k), n = layer.x.shape, layer.w_gate.shape[0]
     shapes: tuple[Shape, ...]
     if route == "union":
         tiles = geometry.token_tiles(m)

@@ -547,11 +547,14 @@ class AutoStrategy:
         call, due, bucket.calls = bucket.calls, self._is_due(bucket), bucket.calls + 1
         self._collect()
         if due or bucket.late or bucket.decision is None or not _is_laid_alike(bucket.problem, problem):
-            return call, self._decide(problem, bucket), due
+            decision = self._decide(problem, bucket)
+            return call, decision, due and not decision.final
         return call, self._finely(problem, bucket, bucket.decision), due
 
     def _is_due(self, bucket: Bucket) -> bool:
         """Whether the next call decides and measures."""
+        if bucket.decision is not None and bucket.decision.final:
+            return False
         turns = 1 if self._turns is None else min(self._turns.number, self.period)
         since = bucket.calls - self._turn % turns
         if since < self.period or bucket.settled:

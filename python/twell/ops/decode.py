@@ -1,0 +1,73 @@
+"""A whole layer of up to 32 tokens in one pass over its weights, on sm_90a: rows of neurons that no token fires are
+read of the first projection alone, whatever share fires. h is rounded to x's dtype, as in dense PyTorch.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+from twell import tuning
+from twell._activation import Activation, threshold_pair
+from twell._runtime import specs
+from twell._runtime.program import Program, View
+from twell.ops.library import bias_view, down_rows
+from twell.ops.operands import Views, launched
+
+
+def spec_of(p: Program, x: Any, kind: str) -> specs.DecodeSpec:
+    """The kernel for x [M, K], which ``tuning.decode`` has found before."""
+    spec = tuning.decode(x.dtype, *x.shape, kind, tuning.family(p.index))
+    assert spec is not None
+    return spec
+
+
+def parts(p: Program, spec: specs.DecodeSpec) -> tuple[View, int]:
+    """Memory for the sums of clusters, and their number."""
+    clusters = p.clusters(spec.cluster)
+    # two figures of each CTA behind the sums
+    return p.scratch(torch.float32, clusters * spec.cluster * (spec.columns * spec.tokens + 2)), clusters
+
+
+def launch(p: Program, layer: Views, y: View, aux: View | None, activation: Activation) -> None:
+    """Launch what fills y [M, K] and, if it is given, ``aux`` [2]: the sum of |h| and the number of non-zeros."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    spec = spec_of(p, x, "plain" if w_up is None else "gated")
+    sums, clusters = parts(p, spec)
+    first, down = launched(w_gate), launched(down_rows(p, w_down))
+    # any matrix stands for an absent one
+    matrices = *launched(x), *first, *(first if w_up is None else launched(w_up)), *down
+    biases = [bias_view(p, bias, y.dtype) for bias in (b_gate, b_up, b_down)]
+    form = threshold_pair(activation, y.dtype), activation.code()
+    figures = () if spec.dtype == specs.E4M3 else (bias_view(p, aux, torch.float32),)
+    p.launch(spec, *matrices, *biases[:2], *form, biases[2], sums, *figures, y, clusters)
+
+
+def launch_experts(
+    p: Program,
+    x: View,
+    w_up: View,
+    w_down: View,
+    ids: View,
+    weights: View,
+    shared: tuple[View, View] | None,
+    y: View,
+    activation: Activation,
+) -> None:
+    """The same of routed experts [E, N, K] without a gate, ids by 32-bit words; and of a ``shared`` layer beside."""
+    spec = spec_of(p, x, "experts")
+    sums, clusters = parts(p, spec)
+    (first, first_step), (down, down_step) = all_rows(w_up), all_rows(w_down)
+    nothing = View(first.base, first.offset, first.dtype, (0, x.shape[1]), first.strides)
+    beside = (nothing, nothing) if shared is None else shared
+    none, sizes = p.scratch(x.dtype, 0), (first_step, down_step, w_up.shape[1], w_up.shape[0])
+    routes = ids, weights.at(0, torch.float32, math.prod(weights.shape))
+    form = threshold_pair(activation, x.dtype), activation.code()
+    p.launch(spec, x, first, beside[0], down, beside[1], *sizes, *routes, none, none, *form, none, sums, y, clusters)
+
+
+def all_rows(weights: View) -> tuple[View, int]:
+    """All rows from the first expert's first to the last one's last, and those from one expert to the next."""
+    (count, n, k), (between, pitch, _) = weights.shape, weights.strides
+    step = between // pitch
+    return View(weights.base, weights.offset, weights.dtype, ((count - 1) * step + n, k), (pitch, 1)), step
