@@ -62,7 +62,7 @@ WIDE_TOKENS = (8, 32)
 E4M3_FEW_TOKENS = (8, 32, 64)
 # Of the kernel for whole layers of few tokens: its forms, columns of K in a CTA with CTAs of a cluster, most tokens.
 DECODE_KINDS = "plain", "gated", "experts"
-DECODE_SHAPES = ((256, 4), (512, 2), (512, 4), (768, 4), (1024, 1), (1024, 2), (1024, 4), (1024, 8), (1024, 16))
+DECODE_SHAPES = ((256, 4), (256, 8), (512, 4), (512, 8), (768, 4), (1024, 1), (1024, 4), (1024, 8), (1024, 16))
 DECODE_TOKENS = (8, 16, 32)
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)

@@ -42,20 +42,20 @@ from twell.testing.operands import build, laid_out
 _GATE = ("gate_pack", "gate_pack_few")
 _UNION = ("compact", "sampled_up", "gathered")
 _BACKWARD = ("overflow", "sampled_grad", "rank", "transpose", "weight_grad")
-_EXPERTS = tuple(f"expert_{part}" for part in ("pairs", "pack", "union", "gathered", "sum"))
+_EXPERTS = ("decode", *(f"expert_{part}" for part in ("pairs", "pack", "union", "gathered", "sum")))
 
 # What is run: fields of its cases, and the kernels that they launch. Three are operators alone.
 OPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pack": ("pack", (*_GATE, "unpack")),
-    "row": ("layer aux=True", (*_GATE, "up_down_token")),
-    "union": ("layer strategy=union aux=True", (*_GATE, *_UNION, "up_down_tile")),
+    "row": ("layer aux=True", (*_GATE, "up_down_token", "decode")),
+    "union": ("layer strategy=union aux=True", (*_GATE, *_UNION, "up_down_tile", "decode")),
     "screen": (
         "layer strategy=union+screen aux=True",
         ("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *_UNION),
     ),
     "levels": (
         "layer activation=fatrelu threshold=1.0 by_neuron=True strategy=union",
-        (*_GATE, *_UNION, "up_down_tile"),
+        (*_GATE, *_UNION, "up_down_tile", "decode"),
     ),
     "top_k": ("layer gated=False activation=topk top=9", ("top_k", "pack", "up_down_token")),
     "training": ("layer strategy=union wants=all aux=True l1=True", (*_GATE, *_UNION, *_BACKWARD)),
@@ -64,9 +64,9 @@ OPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "given_training": ("given strategy=union wants=all aux=True l1=True", ("pack", "scatter", *_UNION, *_BACKWARD)),
     "kept": ("kept", (*_GATE, *_UNION, "overflow")),
     "experts": ("experts experts=3 slots=3 absent=0.1", (*_EXPERTS, "expert_down")),
-    "float8_row": ("layer scales=row tokens=e4m3", (*_GATE, "up_down_token")),
-    "float8_union": ("layer scales=row tokens=static strategy=union", ("quantize_tokens", *_GATE, *_UNION)),
-    "float8_experts": ("experts experts=3 slots=3 absent=0.1 scales=row tokens=e4m3 gated=False", _EXPERTS),
+    "float8_row": ("layer scales=row tokens=e4m3", (*_GATE, "up_down_token", "decode")),
+    "float8_union": ("layer scales=row tokens=static strategy=union", ("quantize_tokens", *_GATE, *_UNION, "decode")),
+    "float8_experts": ("experts experts=3 slots=3 absent=0.1 scales=row tokens=e4m3 gated=False", _EXPERTS[1:]),
     "window": ("", ("window",)),
     "reglu": ("", ("reglu",)),
     "matrix_transpose": ("", ("matrix_transpose",)),

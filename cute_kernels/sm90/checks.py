@@ -253,6 +253,7 @@ def _mbarriers(trace: Trace) -> Iterator[str]:
     counts: dict[int, int | None] = {}
     initialised: dict[int, Any] = defaultdict(lambda: np.zeros(trace.shape[0], int))
     arrived: dict[int, dict[str, Any]] = defaultdict(dict)
+    reached: dict[int, Any] = defaultdict(bool)
     places = [place for place in trace.places if "mbarrier" in place.name]
     for place in places:
         if place.name == "mbarrier.init":
@@ -263,6 +264,7 @@ def _mbarriers(trace: Trace) -> Iterator[str]:
     starts = {int(here) for place in used for here in np.unique(place.operands[0].data[~place.operands[0].known])}
     for place in used:
         for here, threads in _arrivals(trace, place, counts, starts):
+            reached[here] = reached[here] | threads.any(axis=(1, 2))
             # who waits does not arrive
             arrives = threads & ("arrive" in place.name)
             arrived[here][place.name] = arrived[here].get(place.name, False) | arrives
@@ -274,7 +276,8 @@ def _mbarriers(trace: Trace) -> Iterator[str]:
         for cta in range(trace.shape[0]):
             who = {kind: threads[cta] for kind, threads in arrived[here].items() if threads[cta].any()}
             expected = sum(int(threads.sum()) for threads in who.values())
-            if counts.get(here) != expected:
+            # a CTA may leave a barrier alone
+            if reached[here][cta] and counts.get(here) != expected:
                 said = ", ".join(f"{_who(threads)} by {kind}" for kind, threads in who.items()) or "nobody"
                 yield f"{name} must expect {expected} arrivals, got {counts.get(here)}; who arrives: {said}"
 

@@ -63,7 +63,7 @@ class Operands(NamedTuple):
     threshold: Any
     activation: Any
     b_down: Any
-    # fp32 [clusters, columns of a cluster / 16, tokens / 8, 32, 4], see `store`; behind them two values of each CTA
+    # fp32 [clusters, columns of a cluster / 16, tokens / 8, 32, 4], see `store`; behind them two for each CTA that reduces
     parts: Any
     aux: Any  # fp32 [2]: the sum of |h| and the number of non-zeros; [0] for none
     y: Any  # [M, K]
@@ -99,9 +99,10 @@ class Decode(Lists):
         self.pitch = self.columns + self.piece
         # whether CTAs must issue in one order
         self.ordered = self.gated and self.cluster > 1
-        # whether each CTA of a cluster reduces a share of the tokens, and the fragments that a CTA reduces
-        self.shares = self.n_frags >= 4 and self.cluster > 1 and self.n_frags % self.cluster == 0
-        self.share = self.n_frags // self.cluster if self.shares else self.n_frags
+        # whether CTAs of a cluster reduce a share of the tokens each, the fragments of a share, and how many CTAs do
+        self.shares = self.n_frags >= 4 and self.cluster > 1
+        self.share = max(self.n_frags // self.cluster, 1) if self.shares else self.n_frags
+        self.sharers = self.n_frags // self.share
         # fp32 sums of an item, and those of them that a CTA gets from another
         self.part, self.sent = 128 * self.n_frags, 128 * self.share
         # stages of the warps' and of the CTAs' sums
@@ -197,7 +198,8 @@ class Decode(Lists):
         thread = cute.arch.thread_idx()[0]
         block, blocks = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
         cluster, clusters = block // self.cluster, blocks // self.cluster
-        rank = block - cluster * self.cluster
+        # known to the checks of barriers
+        rank = cute.arch.block_idx_in_cluster()
         # CTAs have equal shares of the columns, of whole fragments
         share = cute.ceil_div(o.w_down.shape[1], self.cluster * 8 * self.word) * (8 * self.word)
         left = rank * share
@@ -225,7 +227,8 @@ class Decode(Lists):
                     self.send(s, at)
             elif warp < self.lister:
                 if const_expr(self.shares):
-                    self.reduce(o, s, at)
+                    if at.rank < self.sharers:
+                        self.reduce(o, s, at)
             else:
                 self.list_neurons(o, s, at)
         # peers may still write to this CTA's memory
@@ -247,7 +250,7 @@ class Decode(Lists):
             if const_expr(self.cluster > 1):
                 for i in range_constexpr(self.stages):
                     cute.arch.mbarrier_init(s.arrived + i, 1)
-                    cute.arch.mbarrier_init(s.credit + i, self.cluster)
+                    cute.arch.mbarrier_init(s.credit + i, self.sharers if const_expr(self.shares) else self.cluster)
                     if const_expr(self.shares):
                         cute.arch.mbarrier_init(s.passed + i, 1)
                         cute.arch.mbarrier_init(s.returned + i, self.cluster)
@@ -563,7 +566,7 @@ class Decode(Lists):
             if (o.aux.shape[0] > 0) & (cute.arch.block_idx()[0] == 0) & (thread < 32):
                 for i in range_constexpr(2):
                     figure = Float32(0.0)
-                    for cta in cutlass.range(thread, clusters * self.cluster, 32, unroll=4):
+                    for cta in cutlass.range(thread, clusters * self.sharers, 32, unroll=4):
                         figure += o.parts[4 * clusters * size + 2 * cta + i]
                     figure = warp_sum(figure)
                     if thread == 0:

@@ -69,6 +69,7 @@ class Lists:
     columns: int
     n_frags: int
     share: int
+    sharers: int
     part: int
     sent: int
     tokens: int
@@ -200,7 +201,8 @@ class Lists:
                         pass
                     end = tiles + ((word(s.totals, (item - 1) % RING) + ROWS - 1) >> 4)
                 running = running | (item < end)
-        self.leave(o, figures, at)
+        if const_expr(self.counts):
+            self.leave(o, figures, at)
 
     @cute.jit
     def reduced(self, o: Any, s: Shared, item: Int32, row, most, weight, first, at: Place, figures: cute.Tensor) -> Any:
@@ -221,7 +223,8 @@ class Lists:
         else:
             self.activate(o, sums, pairs, most - neuron, levels, biases, weight, first, at.lane)
         if const_expr(self.counts):
-            self.count(pairs, group, figures)
+            if o.aux.shape[0] > 0:
+                self.count(pairs, group, figures)
         return pairs, group < 0, group
 
     @cute.jit
@@ -238,14 +241,11 @@ class Lists:
     @cute.jit
     def leave(self, o: Any, figures: cute.Tensor, at: Place):
         """Store a CTA's sums behind the parts of y."""
-        if const_expr(self.counts):
-            behind = at.clusters * (self.cluster * self.columns * self.tokens)
-            own = behind + 2 * (at.cluster * self.cluster + at.rank)
-            for i in range_constexpr(2):
-                total = warp_sum(figures[i])
-                if at.lane == 0:
-                    # unless they share tokens, all CTAs of a cluster have the same
-                    o.parts[own + i] = total if const_expr(self.shares) or at.rank == 0 else Float32(0.0)
+        behind = at.clusters * (self.cluster * self.columns * self.tokens)
+        for i in range_constexpr(2):
+            total = warp_sum(figures[i])
+            if at.lane == 0:
+                o.parts[behind + 2 * (at.cluster * self.sharers + at.rank) + i] = total
 
     # ---- the list ----
 
@@ -280,8 +280,10 @@ class Lists:
             running = tiles < at.tiles
             if const_expr(self.gated):
                 running = running | (item < tiles + ((total + ROWS - 1) >> 4))
-        if const_expr(not self.shares):
-            self.leave(o, figures, at)
+        if const_expr(self.counts and not self.shares):
+            # all CTAs of a cluster have the same
+            if at.rank == 0:
+                self.leave(o, figures, at)
 
     @cute.jit
     def receive(self, s: Shared, item: Int32, lane: Int32) -> Any:

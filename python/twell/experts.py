@@ -28,6 +28,7 @@ def sparse_experts(
     activation: ActivationName = "relu",
     threshold: float = 0.0,
     w_gate: Tensor | Float8 | None = None,
+    shared: tuple[Tensor, Tensor] | None = None,
     strategy: Literal["auto", "dense", "row"] = "auto",
     invariant: bool = False,
     compression: int = 8,
@@ -43,18 +44,21 @@ def sparse_experts(
             (``rows.transpose(1, 2)``), else it copies all of it at each call, after a warning.
         expert_ids: int32 or int64 [..., k], k up to 32. Ids may repeat; -1 is no expert, and adds nothing.
         weights: floating [..., k], those of the router; they are used in fp32.
+        shared: w_up [S, K] and w_down [K, S] of a shared expert, which all tokens run with weight 1; without ``w_gate``
+            and of 16 bits or wider alone. Up to 32 tokens by "row" have it in the same pass.
         activation, threshold: as in ``sparse_gated_ffn``, "relu2" for the experts of Nemotron; "drelu" needs a gate.
         strategy: "row" reads the rows of non-zeros, as is best for few tokens of each expert; it needs a GPU of compute
-            capability 9.0, or a CPU. "dense" is grouped products of PyTorch, and in other dtypes than bfloat16, and for
-            1,024 experts, for which it has none, a loop that waits for the GPU. "auto" on such a GPU is "row" for up to
-            40 pairs of a token and an expert per expert, or with a gate for up to 3 (e4m3: for up to 96, or none), and
-            where "dense" waits, if w_down lies by rows; else it is "dense".
+            capability 9.0, or a CPU. Up to 32 tokens without a gate take one pass over the experts. "dense" is grouped
+            products of PyTorch, and in other dtypes than bfloat16, and for 1,024 experts, for which it has none, a loop
+            that waits for the GPU. "auto" on such a GPU is "row" for up to 32 tokens without a gate, for up to 40 pairs
+            of a token and an expert per expert, or with a gate for up to 3 (e4m3: for up to 96, or none), and where
+            "dense" waits, if w_down lies by rows; else it is "dense".
         invariant: on a GPU give a token the same bits whatever the other tokens are, by "row".
         compression: of the packed gates: 2, 4 or 8.
 
     Returns y [..., K] of the dtype of x. By "row" gates are rounded to that dtype, all experts of a token are added in
-    fp32, in one order, and rounded once. Hidden states stay fp32, except on a GPU for over 8 tokens without a gate,
-    unless their activation is "relu2" in float16. "dense" rounds hidden states and the result of each expert, too.
+    fp32, in one order, and rounded once. Hidden states stay fp32, except on a GPU without a gate, unless their
+    activation is "relu2" in float16. "dense" rounds hidden states and the result of each expert, too.
 
     "row" takes bfloat16 and float16, and has no gradients: where one is needed, "auto" is "dense", and "row" raises
     NotImplementedError. An id below -1 or of E or more raises ValueError on a CPU; on a GPU it adds nothing, as
@@ -69,21 +73,28 @@ def sparse_experts(
         raise TypeError(f"{_NAME}: threshold must be a number, got a tensor")
     for name, operand in (("expert_ids", expert_ids), ("weights", weights)):
         require(f"{_NAME}: {name}", operand, Tensor, "a tensor")
+    if shared is not None:
+        require_shared(shared, w_gate)
     matrices: Any = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
     if is_quantised(x, matrices):
+        if shared is not None:
+            raise NotImplementedError(f"{_NAME}: shared goes with weights of 16 bits or wider, got e4m3")
         matrices = records(_NAME, matrices)
         if not of_blocks(matrices):
             _check_routes(x.shape[:-1], w_up.shape[0], expert_ids, weights)
             return run_experts(_NAME, x, matrices, expert_ids, weights, act, strategy, invariant, compression)
         x, matrices = in_16_bits(_NAME, x, matrices)
         w_gate, w_up, w_down = matrices if w_gate is not None else (None, matrices[0], matrices[2])
-    given: Any = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down}
-    t = strided(_NAME, given, ("w_gate",))
+    beside: Any = dict(zip(("shared_up", "shared_down"), shared or (None, None)))
+    given: Any = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down, **beside}
+    t = strided(_NAME, given, ("w_gate", *beside))
     x, w_gate, w_up, w_down = t["x"], t.get("w_gate"), t["w_up"], t["w_down"]
     _check(t, expert_ids, weights)
     first, second = (w_up, None) if w_gate is None else (w_gate, w_up)
     ids = expert_ids.reshape(-1, expert_ids.shape[-1])
     layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
+    if shared is not None:
+        layer = layer._replace(shared_up=t["shared_up"], shared_down=t["shared_down"].t())
     needing = needing_grad({**t, "weights": weights})
     plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
     refusal = unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1]), instead="")
@@ -98,8 +109,16 @@ def sparse_experts(
     if refusal:
         raise refusal.kind(refusal.message + instead)
     layer = layer._replace(weights=layer.weights.float())
-    y: Tensor = ops.experts(*layer, compression, strategy, *act, invariant)
+    y: Tensor = ops.experts(*layer[:6], compression, strategy, *act, invariant, *layer[6:])
     return y.view(x.shape)
+
+
+def require_shared(shared: object, w_gate: object) -> None:
+    """Raise unless ``shared`` is two tensors, of experts without a gate."""
+    if not isinstance(shared, tuple) or len(shared) != 2 or not all(isinstance(each, Tensor) for each in shared):
+        raise TypeError(f"{_NAME}: shared must be a tuple of two tensors, got {shared!r:.80}")
+    if w_gate is not None:
+        raise NotImplementedError(f"{_NAME}: shared goes with experts without a gate, got w_gate")
 
 
 def _check(t: dict[str, Tensor], expert_ids: Tensor, weights: Tensor) -> None:
@@ -111,6 +130,9 @@ def _check(t: dict[str, Tensor], expert_ids: Tensor, weights: Tensor) -> None:
         raise ValueError(f"{_NAME}: w_up must be [E, N, K], got {list(w_up.shape)}")
     (count, n, _), k = w_up.shape, x.shape[-1]
     shapes = {"x": list(x.shape), "w_up": [count, n, k], "w_gate": [count, n, k], "w_down": [count, k, n]}
+    if "shared_up" in t:
+        most = t["shared_up"].shape[0] if t["shared_up"].dim() else 0
+        shapes |= {"shared_up": [most, k], "shared_down": [k, most]}
     for name, operand in t.items():
         if list(operand.shape) != shapes[name]:
             raise ValueError(f"{_NAME}: {name} must be {shapes[name]}, got {list(operand.shape)}")

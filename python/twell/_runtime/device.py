@@ -107,8 +107,12 @@ def clusters(index: int, ctas: int) -> int:
         try:
             module = _call("cuModuleLoadData", _EMPTY)
             kernel = _call("cuModuleGetFunction", module, b"empty")
-            most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            attributes = driver.CUfunction_attribute
+            most = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call("cuFuncSetAttribute", kernel, most, _WHOLE_MEMORY)
+            # for clusters of 16
+            larger = attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            _call("cuFuncSetAttribute", kernel, larger, 1)
             dimension = driver.CUlaunchAttribute()
             dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             shape = dimension.value.clusterDim

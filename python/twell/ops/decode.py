@@ -54,14 +54,16 @@ def launch_experts(
     y: View,
     activation: Activation,
 ) -> None:
-    """The same of routed experts [E, N, K] without a gate, ids by 32-bit words; and of a ``shared`` layer beside."""
+    """The same of routed experts [E, N, K] without a gate; and of a ``shared`` layer beside."""
     spec = spec_of(p, x, "experts")
     sums, clusters = parts(p, spec)
     (first, first_step), (down, down_step) = all_rows(w_up), all_rows(w_down)
     nothing = View(first.base, first.offset, first.dtype, (0, x.shape[1]), first.strides)
     beside = (nothing, nothing) if shared is None else shared
     none, sizes = p.scratch(x.dtype, 0), (first_step, down_step, w_up.shape[1], w_up.shape[0])
-    routes = ids, weights.at(0, torch.float32, math.prod(weights.shape))
+    number = math.prod(ids.shape)
+    words = View(ids.base, ids.offset, torch.int32, (number,), (ids.dtype.itemsize // 4,))
+    routes = words, weights.at(0, torch.float32, number)
     form = threshold_pair(activation, x.dtype), activation.code()
     p.launch(spec, x, first, beside[0], down, beside[1], *sizes, *routes, none, none, *form, none, sums, y, clusters)
 

@@ -205,7 +205,7 @@ def _overflows(dtype: torch.dtype, activation: Activation) -> bool:
 def _one_pass(p: Program, x: View, w_up: View, w_down: View, ids: View, weights: View, *rest: Any) -> None:
     shared_up, shared_down, y, activation = rest
     shared = None if shared_up is None else (shared_up, shared_down)
-    decode.launch_experts(p, x, w_up, w_down, _words(ids), weights, shared, y, activation)
+    decode.launch_experts(p, x, w_up, w_down, ids, weights, shared, y, activation)
 
 
 def _with_shared(y: Tensor, given: Experts, activation: Activation) -> Tensor:

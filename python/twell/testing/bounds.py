@@ -24,7 +24,7 @@ from torch import Tensor
 from twell._runtime import geometry
 from twell.testing.case import BIASES, Case
 from twell.testing.formula import MAIN, SUMMATION
-from twell.testing.operands import Operands, largest, level_of, sums
+from twell.testing.operands import Operands, largest, level_of, rounds_hidden, sums
 
 # Share that one tensor-core instruction, 16 terms of one sign, truncates on average (H200: 1e-7). A sum of
 # neurons or tokens is in parts of ``format.LONGEST_SUM`` terms where the package adds it up.
@@ -260,7 +260,7 @@ def solve(case: Case, o: Operands) -> Right:
     if up is not None:
         hidden = hidden.times(fired(case, up if case.is_sparse else up.rounded(dtype)))
     if up is not None or squares:
-        if case.strategy not in ("row", "row+invariant") or case.wants:
+        if rounds_hidden(case, tokens.device):
             hidden = hidden.rounded(dtype)
         hidden = hidden.where(active)
     if "w_down" in o:

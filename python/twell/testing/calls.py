@@ -322,8 +322,12 @@ def _float8(case: Case, t: Operands) -> Callable[[], Outputs]:
 
 
 def _of_experts(case: Case, t: Operands) -> Callable[[], Outputs]:
-    given = {name: operand for name, operand in t.items() if name != "dy"}
+    given: dict[str, Any] = {name: operand for name, operand in t.items() if name != "dy"}
     how: dict[str, Any] = {**_form(case, t["dy"].device), **case.asked, "compression": case.compression}
+    if case.shared:
+        given["shared"] = tuple(given[name][-1] for name in case.weights)
+        given |= {name: given[name][:-1] for name in case.weights}
+        given |= {name: given[name][..., :-1] for name in ("expert_ids", "weights")}
 
     @torch.no_grad()
     def call() -> Outputs:

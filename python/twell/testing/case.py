@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "given": _LAYER,
     "experts": (
         *("gated", "activation", "threshold", "scales", "tokens", "experts", "slots", "hot", "absent", "merged"),
-        *("wide", "strategy", "compression", "down_layout", "lead", "autocast"),
+        *("shared", "wide", "strategy", "compression", "down_layout", "lead", "autocast"),
     ),
     "autoencoder": (
         *("activation", "threshold", "top", "bandwidth", "tied", "skip", "train", "strategy", "wants", "aux", "l1"),
@@ -90,8 +90,8 @@ class Case:
 
     scales: of weights in e4m3. tokens: of these, "e4m3" or a "static" scale. fast: ``fast_accum``. rank: of a LoRA
     adapter of each projection. experts, slots: how many, and how many of them a token has; hot: share of the tokens
-    whose first expert is the same one; absent: share of ids that are -1; merged: gate and up in one tensor; wide: ids
-    of 64 bits, and weights of 32. tied, skip, bandwidth: of an autoencoder; train: it is in train mode.
+    whose first expert is the same one; absent: share of ids that are -1; merged: gate and up in one tensor; shared:
+    the last expert is that of all tokens, in their last slot; wide: ids of 64 bits, and weights of 32. tied, skip, bandwidth: of an autoencoder; train: it is in train mode.
 
     wants: the operands that get a gradient, by their names and joined by "+", or "all". l1: there is a gradient of the
     sum of |h|. mains: weights' gradients are added to main gradients. module: of ``twell.nn``, in place of a function.
@@ -124,6 +124,7 @@ class Case:
     hot: float = 0.0
     absent: float = 0.0
     merged: bool = False
+    shared: bool = False
     wide: bool = True
     tied: bool = False
     skip: bool = False
@@ -164,6 +165,8 @@ class Case:
             raise ValueError(f"m must be at least 0, k and n multiples of 8 of at least 8, got {sizes}")
         if self.experts < 1 or not 1 <= self.slots <= geometry.MAX_EXPERTS_OF_TOKEN or self.rank < 0 or self.top < 0:
             raise ValueError(f"experts, slots, rank or top are out of range, got {self}")
+        if self.shared and (self.gated or self.scales or self.experts < 2 or self.slots < 2):
+            raise ValueError(f"shared must be of two experts and slots, without gate and scales, got {self}")
         named = {"gate", "up", "down"} if self.gated and self._has("gated") else {"up", "down"}
         named = {"gate"} if self.kind == "pack" else {"up", "down"} if self.kind == "pair" else named
         if unknown := set(self.biases.split("+")) - {"", *named}:

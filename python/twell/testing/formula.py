@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from twell.testing.case import Case
-from twell.testing.operands import LORA_SCALE, Operands, in_e4m3, largest, level_of, wide
+from twell.testing.operands import LORA_SCALE, Operands, in_e4m3, largest, level_of, rounds_hidden, wide
 
 # Value of main gradients before a call adds to them.
 MAIN = 3
@@ -154,7 +154,7 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
         active, fires = (mask | of.doubtful if absolute else mask for mask in (of.active, of.fires))
         gate = gate.where(active, 0)
         hidden = (gate * gate if case.activation == "relu2" else gate) * up.where(fires, 0)
-        if case.wants or case.strategy not in ("row", "row+invariant"):
+        if rounds_hidden(case, y.device):
             hidden = narrow(hidden)
         l0 = l0 + of.active.sum()
         if "threshold" in w and case.bandwidth:

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import float8
+from twell import float8, tuning
+from twell._runtime import specs
 from twell.float8 import E4M3, Float8
 from twell.testing.case import BIASES, Case
 
@@ -228,10 +229,13 @@ def _of_kind(case: Case, o: Operands, weights: Draw, tokens: Draw, topics: int) 
 def _routes(case: Case, tokens: Draw) -> Operands:
     """Experts of each token and their weights, powers of two."""
     shape = (case.m, case.slots)
-    ids = tokens.integers(0, case.experts - 1, *shape).long()
-    ids[:, 0] = torch.where(tokens.uniform(case.m) < case.hot, case.experts - 1, ids[:, 0])
+    routed = case.experts - case.shared
+    ids = tokens.integers(0, routed - 1, *shape).long()
+    ids[:, 0] = torch.where(tokens.uniform(case.m) < case.hot, routed - 1, ids[:, 0])
     ids = torch.where(tokens.uniform(*shape) < case.absent, -1, ids)
     weights = 2.0 ** tokens.integers(-1, 1, *shape)
+    if case.shared:
+        ids[:, -1], weights[:, -1] = routed, 1
     return (
         {"expert_ids": ids, "weights": weights} if case.wide else {"expert_ids": ids.int(), "weights": weights.half()}
     )
@@ -298,6 +302,16 @@ def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     x, weight, bias = x.double(), weight.double(), None if bias is None else bias.double()
     reach = x.norm(dim=1)[:, None] * weight.norm(dim=1) + (0 if bias is None else bias.abs())
     return F.linear(x, weight, bias), ACCUMULATION * reach
+
+
+def rounds_hidden(case: Case, device: torch.device) -> bool:
+    """Whether the hidden state is rounded to 16 bits: always, except by rows that tokens read one by one."""
+    if case.wants or case.strategy not in ("row", "row+invariant"):
+        return True
+    family = tuning.family(device.index) if device.type == "cuda" else specs.SM90
+    kind = "gated" if case.first == "gate" else "plain"
+    one_pass = case.kind in ("layer", "pair") and case.strategy == "row" and not case.top and not case.rank
+    return one_pass and tuning.decode(case.torch_dtype, case.m, case.k, kind, family) is not None
 
 
 def level_of(case: Case, device: torch.device | str = "cpu") -> Tensor:
