@@ -56,10 +56,6 @@ GATE_TOKENS = (48, 64, 96, 128, 144)
 # Those of e4m3 weights whose sums stay in the tensor cores, or not.
 E4M3_GATE_TOKENS = {True: (64, 96, 144), False: (96,)}
 
-# Largest batches for which a gate GEMM for few tokens is compiled, and those of wide layers.
-FEW_TOKENS = (8, 32, 64, 128)
-WIDE_TOKENS = (8, 32)
-E4M3_FEW_TOKENS = (8, 32, 64)
 # Of the kernel for whole layers of few tokens: its forms, columns of K in a CTA with CTAs of a cluster, most tokens.
 DECODE_KINDS = "plain", "gated", "experts"
 DECODE_SHAPES = ((256, 4), (256, 8), (512, 4), (512, 8), (768, 4), (1024, 1), (1024, 4), (1024, 8), (1024, 16))
@@ -187,24 +183,6 @@ class GatePackSpec(_FamilyKernel):
     def choices(self) -> dict[str, tuple[Any, ...]]:
         by_fast: dict[bool, tuple[int, ...]] = E4M3_GATE_TOKENS if self.dtype == E4M3 else {True: GATE_TOKENS}
         return super().choices() | {"fast": tuple(by_fast), "tokens": by_fast.get(self.fast, ())}
-
-
-@dataclass(frozen=True)
-class GatePackFewSpec(_FamilyKernel):
-    """``x, w_gate -> words, spill, stats`` of sm_90a for batches of up to ``tokens``, of any compression.
-
-    wide: for so many neurons that CTAs need not share a sum to occupy the GPU.
-    """
-
-    tokens: int
-    wide: bool = field(default=False, kw_only=True)
-    op: ClassVar[str] = "gate_pack_few"
-    dtypes: ClassVar[dict[str, str]] = WEIGHTS
-    suffixes: ClassVar[Suffixes] = {"tokens": "_m{}", "wide": {True: "_wide"}}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        tokens = WIDE_TOKENS if self.wide else E4M3_FEW_TOKENS if self.dtype == E4M3 else FEW_TOKENS
-        return super().choices() | {"tokens": tokens}
 
 
 @dataclass(frozen=True)
@@ -599,9 +577,6 @@ def all_specs() -> tuple[Spec, ...]:
         *(WindowSpec(d) for d in DTYPES),
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(E4M3, t, fast=f) for f, choices in E4M3_GATE_TOKENS.items() for t in choices),
-        *(GatePackFewSpec(d, t) for d in DTYPES for t in FEW_TOKENS),
-        *(GatePackFewSpec(E4M3, t) for t in E4M3_FEW_TOKENS),
-        *(GatePackFewSpec(d, t, wide=True) for d in WEIGHTS for t in WIDE_TOKENS),
         *(
             DecodeSpec(d, kind, *s, t)
             for d in WEIGHTS

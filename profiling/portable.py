@@ -107,7 +107,7 @@ def rows_of(gpu: protocol.Gpu, source: workloads.Source, sizes: tuple[int, int],
             with kernels_of(chosen):
                 found = gpu.kernel_times(call, min(copies, KERNEL_COPIES))
             for symbol, ms in found.items():
-                kernel = "product" if symbol == "torch" else specs.spec_from_symbol(symbol).op.removesuffix("_few")
+                kernel = "product" if symbol == "torch" else specs.spec_from_symbol(symbol).op
                 kernels.setdefault(kernel, dict.fromkeys(FAMILIES, 0.0))[family] += ms * 1e3
         yield {"workload": source.name, "call": name, "us": times, "kernels": kernels}
 

@@ -39,33 +39,35 @@ from twell.testing.calls import Outputs, caller
 from twell.testing.case import KINDS, Case
 from twell.testing.operands import build, laid_out
 
-_GATE = ("gate_pack", "gate_pack_few")
 _UNION = ("compact", "sampled_up", "gathered")
 _BACKWARD = ("overflow", "sampled_grad", "rank", "transpose", "weight_grad")
 _EXPERTS = ("decode", *(f"expert_{part}" for part in ("pairs", "pack", "union", "gathered", "sum")))
 
 # What is run: fields of its cases, and the kernels that they launch. Three are operators alone.
 OPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pack": ("pack", (*_GATE, "unpack")),
-    "row": ("layer aux=True", (*_GATE, "up_down_token", "decode")),
-    "union": ("layer strategy=union aux=True", (*_GATE, *_UNION, "up_down_tile", "decode")),
+    "pack": ("pack", ("gate_pack", "unpack")),
+    "row": ("layer aux=True", ("gate_pack", "up_down_token", "decode")),
+    "union": ("layer strategy=union aux=True", ("gate_pack", *_UNION, "up_down_tile", "decode")),
     "screen": (
         "layer strategy=union+screen aux=True",
         ("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *_UNION),
     ),
     "levels": (
         "layer activation=fatrelu threshold=1.0 by_neuron=True strategy=union",
-        (*_GATE, *_UNION, "up_down_tile", "decode"),
+        ("gate_pack", *_UNION, "up_down_tile", "decode"),
     ),
     "top_k": ("layer gated=False activation=topk top=9", ("top_k", "pack", "up_down_token")),
-    "training": ("layer strategy=union wants=all aux=True l1=True", (*_GATE, *_UNION, *_BACKWARD)),
-    "mains": ("layer strategy=union wants=all aux=True mains=True", (*_GATE, *_UNION, *_BACKWARD)),
+    "training": ("layer strategy=union wants=all aux=True l1=True", ("gate_pack", *_UNION, *_BACKWARD)),
+    "mains": ("layer strategy=union wants=all aux=True mains=True", ("gate_pack", *_UNION, *_BACKWARD)),
     "given": ("given", ("pack", "up_down_token")),
     "given_training": ("given strategy=union wants=all aux=True l1=True", ("pack", "scatter", *_UNION, *_BACKWARD)),
-    "kept": ("kept", (*_GATE, *_UNION, "overflow")),
+    "kept": ("kept", ("gate_pack", *_UNION, "overflow")),
     "experts": ("experts experts=3 slots=3 absent=0.1", (*_EXPERTS, "expert_down")),
-    "float8_row": ("layer scales=row tokens=e4m3", (*_GATE, "up_down_token", "decode")),
-    "float8_union": ("layer scales=row tokens=static strategy=union", ("quantize_tokens", *_GATE, *_UNION, "decode")),
+    "float8_row": ("layer scales=row tokens=e4m3", ("gate_pack", "up_down_token", "decode")),
+    "float8_union": (
+        "layer scales=row tokens=static strategy=union",
+        ("quantize_tokens", "gate_pack", *_UNION, "decode"),
+    ),
     "float8_experts": ("experts experts=3 slots=3 absent=0.1 scales=row tokens=e4m3 gated=False", _EXPERTS[1:]),
     "window": ("", ("window",)),
     "reglu": ("", ("reglu",)),
@@ -84,7 +86,6 @@ SIZES = {
     "heavy rows": "m=9 k=520 n=2056 density=0.6",
     "long rows": "m=17 k=2056 n=520 biases=down",
     "token tiles": "m=390 k=72 n=776 density=0.05 biases=gate+up+down",
-    # more tokens than the kernels for few tokens take
     # the last group has three tokens, all heavy
     "many, heavy": "m=259 k=136 n=1032 density=0.7 compression=4",
     "many, overflow": "m=257 k=72 n=264 pattern=all biases=gate+up+down dtype=fp16",

@@ -66,15 +66,6 @@ def store_peer_half(target: Any, rank: Int32, value: Uint32) -> None:
 
 
 @cute.jit
-def store_peer(target: Any, rank: Int32, value: Int32) -> None:
-    """Store one word to CTA `rank` of the cluster."""
-    cute.arch.inline_ptx(
-        "st.shared::cluster.u32 [{$r0}], {$r1};",
-        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
-    )
-
-
-@cute.jit
 def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
     """Store one fp32 value to CTA `rank` of the cluster, asynchronously; completes four bytes on its mbarrier."""
     cute.arch.inline_ptx(

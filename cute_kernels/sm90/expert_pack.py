@@ -1,112 +1,331 @@
 """The gate GEMM of experts: words of TwELL of relu(x . w[expert]) for pairs of a token and an expert, in the order of
-expert_pairs.py. It is gate_pack_few.py for each unit of pairs, of one expert; CTAs of units that there are not return.
-
-For expert_union.py it writes the hidden states themselves, rounded, instead of words.
+expert_pairs.py. For expert_union.py it writes the hidden states themselves, rounded, instead of words.
 
 Without units each pair is one, read from `ids`, and nothing runs before: a unit writes its owner and its place.
+
+A cluster computes 256 neurons of a unit of pairs of one expert; two or four CTAs per SM. In units of up to eight pairs
+it has eight CTAs, which divide the neurons into four parts, and two split the K of a part: each takes every second
+block of 128 bytes. In larger ones pairs are as many bytes as weights: it has two CTAs, each with half of the neurons
+and all of K, so that fewer read the pairs. Weights are the A operand of WGMMA, pairs the B operand, as few as eight.
+
+    load        the last warp. TMA loads of w and x, 128 bytes of a row per stage, into a ring.
+    mma         the other warps, four for each 64 neurons: WGMMA 64 x pairs x 16. Then the partial sums go to `sums`,
+                which overlays the ring.
+    epilogue    the mma warps again, after a cluster barrier. CTAs take pairs in turn: a warp per pair, eight neurons
+                per lane. It adds the splits' sums from distributed shared memory in a fixed order, arrives at a second
+                cluster barrier and writes its words before it waits there.
+
+    FULL[s]    1 arrival + bytes.
+    EMPTY[s]   mma warps arrive.
+    MMA        mma threads: the ring has been read and may be overwritten.
 """
 
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
+import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32, range_constexpr
+import cutlass.pipeline as pipeline
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from cutlass.tensor_utils import LayoutEnum
 
-from .. import geometry
+from .. import feasible, geometry
 from ..common import operands
-from ..common.activation import power
+from ..common.activation import above, power
 from ..common.copies import address, store_values
 from ..common.experts import expert_of
-from ..common.values import high_to_float, low_to_float, pack
-from ..specs import EXPERT_TOKENS, ExpertPackSpec, GatePackFewSpec
-from .gate_pack_few import TILE_N, Extent, GatePackFew, Operands
+from ..common.rows import MAX_WIDTH, clear_arrivals, pack_words, store_words
+from ..common.values import high_to_float, low_to_float, pack, relu_pack
+from ..specs import E4M3, EXPERT_TOKENS, ExpertPackSpec
+from .copies import Transfer, load_peer, partition, tma_load
+from .ring import open_ring, release
+
+TILE_N, TILE_K_BYTES = geometry.TILE, 128
+# bytes of K of a WGMMA
+MMA_K_BYTES = 32
+# bytes of a ring's stages if two CTAs share an SM
+RING = 110 * 1024
 
 
-class Experts(NamedTuple):
-    """Operands in global memory besides those of layers; see expert_pairs.py."""
+class Operands(NamedTuple):
+    """Operands in global memory that are accessed without TMA; see expert_pairs.py."""
 
+    words: Any
+    spill: Any
     units: Any  # int32 [U, 4], or empty
     total: Any
     hidden: Any  # [pairs, N], or empty
     ids: Any
     owners: Any  # int32 [pairs]
     pairs: Any  # int32 [pairs]
+    arrivals: Any  # int32 [any]: counters of the next kernel, which this one zeroes
+    width: Any  # words per tile
+    threshold: Any
     activation: Any
-    number: Any  # of experts
-    top: Any  # experts of a token
+    scales: Any = None  # of x and w, see expert_pack_e4m3.py
 
 
-class ExpertPack(GatePackFew):
-    """For one dtype and number of pairs per unit."""
+class Unit(NamedTuple):
+    """Pairs, 0 if there is no such unit, the places of the first one in words and in x, and the expert."""
+
+    pairs: Any
+    first: Any
+    source: Any
+    expert: Any
+
+
+class Barrier(IntEnum):
+    """Named barriers; 0 is __syncthreads."""
+
+    MMA = 1
+
+
+class ExpertPack:
+    """For one dtype and number of pairs per unit; the compression is the run-time words_per_tile."""
 
     def __init__(self, spec: ExpertPackSpec):
-        super().__init__(GatePackFewSpec(spec.dtype, spec.tokens))
-        if spec.tokens > EXPERT_TOKENS[0]:
-            # tokens are as many bytes as weights, so that fewer CTAs read them
-            self.arrange(2, 1, 2)
+        self.dtype, self.pairs = operands.DTYPES[spec.dtype], spec.tokens
+        # the type of x and w, and columns of a stage
+        self.value = cutlass.Float8E4M3FN if spec.dtype == E4M3 else self.dtype
+        self.tile_k = TILE_K_BYTES * 8 // self.value.width
+        # parts of a tile's neurons and splits of K, for a CTA of a cluster each; four CTAs of few pairs on a
+        # multiprocessor, so that all CTAs of many neurons run at once
+        self.parts, self.splits, self.ctas_per_sm = (4, 2, 4) if spec.tokens == EXPERT_TOKENS[0] else (2, 1, 2)
+        self.cluster, self.neurons = self.parts * self.splits, TILE_N // self.parts
+        self.groups = self.neurons // 64
+        self.warps = 4 * self.groups
+        self.stage_bytes = (self.neurons + self.pairs) * TILE_K_BYTES
+        self.stages = min(5, RING // self.stage_bytes)
+        # pairs of a warp in the epilogue
+        self.rounds = max(1, self.pairs // (self.cluster * self.warps))
+        # a pair's sums: neurons 0-3 of each eight, a gap of 4 words, then neurons 4-7. So the lanes of a fragment, and
+        # lanes that read eight neurons each, hit different banks
+        self.upper = self.neurons // 2 + 4
+        self.pitch = self.neurons + 4
 
     @cute.jit
     def __call__(self, *arguments: Any):
-        """x, w, words and spill, `Experts` up to the pairs, arrivals, width, threshold, activation and the stream."""
-        x, w, words, spill, *of_units, arrivals, words_per_tile, threshold, activation, stream = arguments
-        of_words = words, spill, arrivals, words_per_tile, threshold
-        self.launch_units(x, w, of_words, (*of_units, activation), stream)
+        """x [M, K], w [E, N, K], the `Operands` and the stream."""
+        x, w, *given, stream = arguments
+        self.launch(x, w, Operands(*given), stream)
 
     @cute.jit
-    def launch_units(self, x: cute.Tensor, w: cute.Tensor, of_words, of_units, stream: cuda.CUstream, scales=None):
+    def launch(self, x: cute.Tensor, w: cute.Tensor, o: Operands, stream: cuda.CUstream):
         """Launch the kernel."""
-        (words, spill, arrivals, words_per_tile, threshold), (units, total, hidden, ids, owners, pairs, activation) = (
-            of_words,
-            of_units,
-        )
-        none = cute.make_tensor(words.iterator, cute.make_layout((Int32(0), Int32(1), 2), stride=(2, 2, 1)))
-        bias = cute.make_tensor(spill.iterator, cute.make_layout((Int32(0),)))
-        top = cute.ceil_div(pairs.shape[0], x.shape[0])
-        experts = Experts(units, total, hidden, ids, owners, pairs, activation, w.shape[0], top)
-        o = Operands(bias, words, spill, none, arrivals, words_per_tile, threshold, experts, scales)
+        stages = self.stages
+        shape = (self.neurons, self.pairs, self.tile_k)
+        kinds = self.value, self.value, OperandMajorMode.K, OperandMajorMode.K, Float32
+        mma = sm90.make_trivial_tiled_mma(*kinds, (self.groups, 1, 1), (64, self.pairs))
+        w_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.value, stages)
+        x_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.value, stages)
         by_expert = cute.make_tensor(w.iterator, cute.select(w.layout, mode=[1, 2, 0]))
-        blocks = cute.ceil_div(x.shape[1], self.tile_k)
-        extent = Extent(x.shape[0], Int32(0), Int32(0), w.shape[1], blocks, Int32(0))
-        self.launch(x, by_expert, o, extent, units.shape[0] if units.shape[0] > 0 else pairs.shape[0], stream)
+        x_load = tma_load(x, x_layout, (self.pairs, self.tile_k))
+        w_load = tma_load(by_expert, w_layout, (self.neurons, self.tile_k))
+        ring = (cute.cosize(w_layout) + cute.cosize(x_layout)) * self.value.width // 8
+        # the partial sums overlay the ring, which begins with the tiles of w
+        assert 4 * self.pitch * self.pairs <= ring
+
+        @cute.struct
+        class Shared:
+            full: cute.struct.MemRange[Int64, stages]
+            empty: cute.struct.MemRange[Int64, stages]
+            rows: cute.struct.Align[cute.struct.MemRange[Uint32, MAX_WIDTH * self.warps], 16]
+            sW: cute.struct.Align[cute.struct.MemRange[self.value, cute.cosize(w_layout)], 1024]
+            sX: cute.struct.Align[cute.struct.MemRange[self.value, cute.cosize(x_layout)], 1024]
+
+        self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
+        units = o.units.shape[0] if o.units.shape[0] > 0 else o.pairs.shape[0]
+        top = cute.ceil_div(o.pairs.shape[0], x.shape[0])
+        if x.shape[0] > 0:
+            self.kernel(x_load, w_load, o, mma, x_layout, w_layout, top).launch(
+                grid=(self.cluster, cute.ceil_div(w.shape[1], TILE_N), units),
+                block=(32 * self.warps + 32, 1, 1),
+                cluster=(self.cluster, 1, 1),
+                min_blocks_per_mp=self.ctas_per_sm,
+                preferred_smem_carveout=100,
+                stream=stream,
+                use_pdl=True,
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        x: Transfer,
+        w: Transfer,
+        o: Operands,
+        mma: cute.TiledMma,
+        x_layout: cute.ComposedLayout,
+        w_layout: cute.ComposedLayout,
+        top: Int32,
+    ):
+        thread = cute.arch.thread_idx()[0]
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank, column, index = cute.arch.block_idx()
+        shared = SmemAllocator().allocate(self.shared)
+        if warp_index == self.warps:
+            cpasync.prefetch_descriptor(x.atom)
+            cpasync.prefetch_descriptor(w.atom)
+        ring = open_ring(shared, self.stages, 1, self.warps, thread)
+        sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        cute.arch.sync_threads()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        leads = column == 0 and rank == 0
+        if leads and index == 0:
+            clear_arrivals(o.arrivals, thread, 32 * self.warps + 32)
+        unit = self.unit_of(o, index, w.tensor.shape[2], top, leads and thread == 0)
+        if unit.pairs > 0:
+            part, split = rank % self.parts, rank // self.parts
+            blocks = (cute.ceil_div(x.tensor.shape[1], self.tile_k) - split + self.splits - 1) // self.splits
+            sums = cute.make_tensor(
+                cute.recast_ptr(shared.sW.data_ptr(), dtype=Float32), cute.make_layout(self.pitch * self.pairs)
+            )
+            if warp_index == self.warps:
+                self.load(ring, x, w, sX, sW, unit, column * self.parts + part, split, blocks)
+            else:
+                self.mma(ring, mma, sX, sW, sums, blocks, thread)
+            self.epilogue(shared, sums, o, unit, rank, column, warp_index)
 
     @cute.jit
-    def part_of(self, o: Operands, extent: Extent, unit: Int32, leads: Boolean):
-        e, exists = o.experts, Boolean(False)
-        if e.units.shape[0] > 0:
-            exists = unit < e.total[0]
-            if exists:
-                first = e.units[unit, 1]
-                extent = extent._replace(tokens=e.units[unit, 2], first=first, source=first, expert=e.units[unit, 0])
+    def unit_of(self, o: Operands, index: Int32, experts: Int32, top: Int32, leads: Boolean):
+        """A unit of pairs, or the one pair of it, `top` for each token; one thread of the unit `leads`."""
+        unit = Unit(Int32(0), index, index // top, Int32(0))
+        if o.units.shape[0] > 0:
+            if index < o.total[0]:
+                expert, first, pairs = (o.units[index, i] for i in range(3))
+                unit = Unit(pairs, first, first, expert)
         else:
-            expert = expert_of(e.ids, unit, e.number)
-            exists = expert >= 0
-            extent = extent._replace(tokens=Int32(1), first=unit, source=unit // e.top, expert=expert)
+            expert = expert_of(o.ids, index, experts)
+            unit = unit._replace(pairs=Int32(expert >= 0), expert=expert)
             if leads:
-                e.owners[unit] = expert
-                e.pairs[unit] = unit if exists else Int32(-1)
-        return extent, exists
+                o.owners[index] = expert
+                o.pairs[index] = index if expert >= 0 else Int32(-1)
+        return unit
 
     @cute.jit
-    def pack(self, quad: cute.Tensor, m: Int32, column: Int32, o: Operands, buffer, lane: Int32):
-        """Write the words of one pair's tile, or its hidden states."""
-        neuron = column * TILE_N + lane * 8
-        if o.experts.hidden.shape[0] == 0:
-            GatePackFew.pack(self, quad, m, column, o, buffer, lane)
-        elif neuron < o.experts.hidden.shape[1]:
+    def load(self, ring, x: Transfer, w: Transfer, sX, sW, unit: Unit, column: Int32, split: Int32, blocks: Int32):
+        """Load the CTA's blocks of K, one per stage."""
+        lane = cute.arch.lane_idx()
+        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
+        x = Transfer(x.atom, cute.domain_offset((unit.source, 0), x.tensor))
+        w = Transfer(w.atom, w.tensor[None, None, unit.expert])
+        x_s, x_t = partition(x, sX, (self.pairs, self.tile_k))
+        w_s, w_t = partition(w, sW, (self.neurons, self.tile_k))
+        for i in cutlass.range(blocks, unroll=1):
+            cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
+            barrier = ring.full + state.index
+            if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.stage_bytes)
+            block = split + i * self.splits
+            cute.copy(w.atom, w_t[None, column, block], w_s[None, state.index], tma_bar_ptr=barrier)
+            cute.copy(x.atom, x_t[None, 0, block], x_s[None, state.index], tma_bar_ptr=barrier)
+            state.advance()
+
+    @cute.jit
+    def mma(self, ring, mma: cute.TiledMma, sX: cute.Tensor, sW: cute.Tensor, sums: cute.Tensor, blocks: Int32, thread):
+        """Multiply the CTA's blocks of K, then store its partial sums by pair."""
+        lane = cute.arch.lane_idx()
+        leader = mma.get_slice(cute.make_layout(self.groups, stride=128)(cute.arch.make_warp_uniform(thread // 128)))
+        rW = mma.make_fragment_A(leader.partition_A(sW))
+        rX = mma.make_fragment_B(leader.partition_B(sX))
+        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.neurons, self.pairs)))
+        acc = cute.make_rmem_tensor(coordinates.shape, Float32)
+        acc.fill(0.0)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        for i in cutlass.range(blocks, unroll=1):
+            cute.arch.mbarrier_wait(ring.full + full.index, full.phase)
+            warpgroup.fence()
+            for k in range_constexpr(TILE_K_BYTES // MMA_K_BYTES):
+                cute.gemm(mma, acc, rW[None, None, k, full.index], rX[None, None, k, full.index], acc)
+            warpgroup.commit_group()
+            # the products of the previous stage are complete
+            warpgroup.wait_group(1)
+            if i > 0:
+                read = release(ring, read, lane)
+            full.advance()
+        warpgroup.wait_group(0)
+        # another warp may still read the ring
+        cute.arch.barrier(barrier_id=Barrier.MMA, number_of_threads=32 * self.warps)
+        for i in range_constexpr(cute.size(acc)):
+            neuron, pair = coordinates[i]
+            sums[pair * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
+
+    @cute.jit
+    def epilogue(self, shared, sums: cute.Tensor, o: Operands, unit: Unit, rank: Int32, column: Int32, warp_index):
+        """Make words and spill, or hidden states, of the cluster's partial sums: a warp takes `rounds` pairs.
+
+        The last warp takes part only in the cluster barriers.
+        """
+        quads = cute.make_rmem_tensor((4, self.rounds), Uint32)
+        # the warp's first pair, and the lane's first neuron
+        first, neuron = rank + self.cluster * warp_index, column * TILE_N + cute.arch.lane_idx() * 8
+        # every CTA's partial sums are written
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if warp_index < self.warps and first < unit.pairs:
+            self.reduce_splits(sums, quads, first, o, unit, rank, neuron)
+        # no CTA reads a peer's sums any more
+        cute.arch.cluster_arrive()
+        if warp_index < self.warps:
+            buffer = cute.make_tensor(shared.rows.data_ptr() + warp_index * MAX_WIDTH, cute.make_layout(MAX_WIDTH))
+            for i in range_constexpr(self.rounds):
+                pair = first + self.cluster * self.warps * i
+                if pair < unit.pairs:
+                    self.store(quads[None, i], unit.first + pair, column, o, buffer, neuron)
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def reduce_splits(self, sums: cute.Tensor, quads: cute.Tensor, first: Int32, o: Operands, unit, rank, neuron):
+        """Add the splits' sums of eight neurons for each pair of the warp; ReLU, rounding and the threshold."""
+        lanes, lane = 32 // self.parts, cute.arch.lane_idx()
+        values = cute.make_rmem_tensor((8,), Float32)
+        for round in range_constexpr(self.rounds):
+            values.fill(0.0)
+            pair = first + self.cluster * self.warps * round
+            source = sums.iterator + (pair * self.pitch + lane % lanes * 4)
+            for s in range_constexpr(self.splits):
+                # each CTA begins with another peer; a pair has the same CTA in every run
+                split = (s + rank) % self.splits
+                for i in range_constexpr(2):
+                    four = load_peer(source + i * self.upper, split * self.parts + lane // lanes)
+                    for j in range_constexpr(4):
+                        values[4 * i + j] += four[j]
+            self.scale(values, o, unit, pair, neuron)
+            for i in range_constexpr(4):
+                two = above(relu_pack(values[2 * i], values[2 * i + 1], self.dtype), o.threshold, self.dtype)
+                quads[i, round] = two if neuron < o.hidden.shape[1] else Uint32(0)
+
+    def scale(self, values: cute.Tensor, o: Operands, unit: Unit, pair: Int32, neuron: Int32) -> None:
+        """What becomes of the sums of a unit's pair before the activation."""
+
+    @cute.jit
+    def store(self, quad: cute.Tensor, m: Int32, column: Int32, o: Operands, buffer: cute.Tensor, neuron: Int32):
+        """Write the words of one pair's tile, and its values if it overflows; or its hidden states."""
+        if o.hidden.shape[0] == 0:
+            lane = cute.arch.lane_idx()
+            count = pack_words(quad, Uint32(neuron), buffer, o.width, lane)
+            store_words(address(o.words, m, column * o.width), buffer, o.width, lane)
+            if count >= o.width:
+                store_values(address(o.spill, m, neuron), quad)
+        elif neuron < o.hidden.shape[1]:
             rounded = cute.make_rmem_tensor((4,), Uint32)
             for i in range_constexpr(4):
                 pair = (low_to_float(quad[i], self.dtype), high_to_float(quad[i], self.dtype))
-                rounded[i] = pack(*(power(value, o.experts.activation) for value in pair), self.dtype)
-            store_values(address(o.experts.hidden, m, neuron), rounded)
+                rounded[i] = pack(*(power(value, o.activation) for value in pair), self.dtype)
+            store_values(address(o.hidden, m, neuron), rounded)
 
 
-def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
+def fields(spec: ExpertPackSpec, n: Any) -> tuple[Any, ...]:
+    """The fake `Operands` for experts of ``n`` neurons."""
     dtype, pairs = operands.DTYPES[spec.dtype], cute.sym_int32()
-    k, n = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    return ExpertPack(spec), (
-        operands.rows(dtype, cute.sym_int32(), k),
-        operands.slabs(dtype, cute.sym_int32(), n, k),
+    return (
         *operands.packed(dtype, cute.sym_int32()),
         operands.quads(cute.sym_int32()),
         operands.vector(Int32, cute.sym_int32()),
@@ -117,3 +336,10 @@ def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
         Int32(geometry.words_per_tile(8)),
         *(Int32(0),) * 2,
     )
+
+
+def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments that stand for its operands."""
+    dtype, k, n = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    matrices = operands.rows(dtype, cute.sym_int32(), k), operands.slabs(dtype, cute.sym_int32(), n, k)
+    return ExpertPack(spec), (*matrices, *fields(spec, n))

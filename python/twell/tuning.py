@@ -31,33 +31,16 @@ _WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
 # The same of e4m3 weights (NVIDIA H100 and H200, K = 2,048, 16,384 tokens; of 64 that of 16-bit weights).
 _E4M3_WAVE = {64: 0.72, 96: 1.0, 144: 1.42}
 
-# Most neurons per cluster that the GPU runs at a time for which CTAs of the gate GEMM for few tokens share sums, and
-# numbers of tokens for which the other gate GEMM is faster. NVIDIA H100 and H200, K = 4,096, N = 14,336 and K = 2,048,
-# N = 5,632 in November 2026: by 2 to 20 % where both were measured.
-_FEW_NEURONS = 2 / 3 * geometry.TILE
+# Most tokens of a small call, for costs.
 FEW_GATE_PACK = 64
-_NOT_FEW = range(FEW_GATE_PACK + 1, 97)
 
 
 @functools.lru_cache(4096)
-def gate_pack(
-    dtype: torch.dtype,
-    m: int,
-    n: int,
-    clusters: int,
-    invariant: bool = False,
-    fast: bool = True,
-) -> specs.GatePackSpec | specs.GatePackFewSpec:
+def gate_pack(dtype: torch.dtype, m: int, n: int, clusters: int, fast: bool = True) -> specs.GatePackSpec:
     """The gate GEMM of ``m`` tokens and ``n`` neurons on sm_90a that runs so many ``clusters`` of two CTAs at a time.
 
-    ``invariant``: only kernels whose bits do not depend on m. ``fast``: whether the tensor cores hold whole sums.
+    ``fast``: whether the tensor cores hold whole sums.
     """
-    invariant = invariant or not fast
-    wide = n > _FEW_NEURONS * clusters
-    few: tuple[int, ...] = specs.E4M3_FEW_TOKENS if dtype is torch.float8_e4m3fn else specs.FEW_TOKENS
-    few = specs.WIDE_TOKENS if wide else few
-    if not invariant and m <= few[-1] and m not in _NOT_FEW:
-        return specs.GatePackFewSpec(dtype_name(dtype), next(t for t in few if m <= t), wide=wide)
 
     def cost(tokens: int) -> float:
         # a cluster takes two tiles of tokens

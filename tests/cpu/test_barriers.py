@@ -10,9 +10,9 @@ import cutlass.cute as cute
 import numpy as np
 
 from cute_kernels import __main__, compile, specs
-from cute_kernels.sm90 import checks, gate_pack_few
+from cute_kernels.sm90 import checks, expert_pack
 
-# every kernel with mbarriers or named barriers; gate_pack_few is compiled below
+# every kernel with mbarriers or named barriers; expert_pack is compiled below
 QUICK = ("gate_pack_bf16_t48", "up_down_tile_bf16_k1024", "sampled_gate_bf16")
 NIGHTLY = (
     "gate_screen_bf16",
@@ -102,7 +102,7 @@ FAULTS = [
     ),
     (cute.arch, "barrier", changed(NAMED, number_of_threads=96), "named barrier 1 must be for 128 threads .*got 96"),
     (cute.arch, "mbarrier_arrive", lambda at: None, r"empty\[0\] must expect 0 arrivals, got 4; who arrives: nobody"),
-    (gate_pack_few, "release", released_by_all, r"empty\[0\] must expect 128 arrivals, got 4"),
+    (expert_pack, "release", released_by_all, r"empty\[0\] must expect 128 arrivals, got 4"),
     (cute.arch, "sync_threads", lambda: NAMED(barrier_id=16, number_of_threads=160), "must be 1 to 15, got 16"),
 ]
 
@@ -112,5 +112,5 @@ def test_a_wrong_barrier_fails_the_report(
     where: Any, name: str, fault: Any, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, fault)
-    with pytest.raises(checks.BarrierError, match=f"twell_gate_pack_few_bf16_m8_0: .*{said}"):
-        __main__.main(["report", "gate_pack_few_bf16_m8"])
+    with pytest.raises(checks.BarrierError, match=f"twell_expert_pack_bf16_m8_0: .*{said}"):
+        __main__.main(["report", "expert_pack_bf16_m8"])

@@ -23,7 +23,6 @@ SHIPPED = [
 # threads of a CTA, and CTAs that must fit on an SM; those of the portable family that differ are below
 OCCUPANCY = {
     "gate_pack": (384, 1),
-    "gate_pack_few": (160, 2),
     "gate_screen": (384, 1),
     "list_candidates": (256, 4),
     "quantize_tokens": (256, 3),
@@ -106,7 +105,7 @@ def test_compiles_within_budget(arch: str, spec: Spec, root: Path, request: pyte
 
 # of each kernel with WGMMA a symbol with most of its code
 WGMMA = (
-    *("gate_pack_bf16_t144", "gate_pack_few_bf16_m64", "sampled_up_bf16_training"),
+    *("gate_pack_bf16_t144", "expert_pack_bf16_m64", "sampled_up_bf16_training"),
     *("gate_screen_bf16", "sampled_gate_bf16"),
     *("up_down_tile_bf16_k2048", "gathered_bf16_2", "sampled_grad_bf16", "weight_grad_bf16_bias"),
 )

@@ -27,8 +27,8 @@ def hostile(m: int, k: int, seed: int) -> tuple[Tensor, Tensor]:
 def test_the_gate_has_the_bits_of_scaled_mm(k: int, fast: bool) -> None:
     """By an identity as the down weight."""
     one = Float8(torch.eye(k, device=CUDA).to(E4M3), torch.ones(k, device=CUDA))
-    # more than the kernels for few tokens take, unless they are not fast
-    for m in (100, 129, 700, *(() if fast else (1, 17))):
+    # more than one pass takes, unless sums are not fast
+    for m in (33, 129, 700, *(() if fast else (1, 17))):
         x, w = hostile(max(m, 4), k, m)
         x, gate = x[-m:], twell.quantize(w)
         right = torch.relu(product(*tokens_in_float8(x), gate.values, gate.scale, fast=fast))

@@ -101,17 +101,11 @@ def pack(
         return pack_gate(p, gate, words, spill, stats, compression, activation, counters, b_gate, levels)
     # a cluster is two CTAs, one per multiprocessor
     clusters, fast = p.multiprocessors // 2, x.fast if isinstance(x, Scaled) else True
-    spec = tuning.gate_pack(x.dtype, x.shape[0], n, clusters, invariant, fast)
+    spec = tuning.gate_pack(x.dtype, x.shape[0], n, clusters, fast)
     operands = *launched(x), *launched(w_gate), bias_view(p, b_gate, spill.dtype), words, spill, stats
-    form = geometry.words_per_tile(compression), threshold_pair(activation, spill.dtype)
     zeroed = p.scratch(torch.int32, counters)
-    if isinstance(spec, specs.GatePackSpec):
-        p.launch(spec, *operands, zeroed, *form, clusters)
-    elif isinstance(x, Scaled):
-        # whether a kernel of this program runs before it, for which it waits
-        p.launch(spec, *operands, zeroed, *form, int(bool(p.launches)))
-    else:
-        p.launch(spec, *operands, zeroed, *form)
+    width = geometry.words_per_tile(compression)
+    p.launch(spec, *operands, zeroed, width, threshold_pair(activation, spill.dtype), clusters)
     return zeroed if counters else None
 
 
