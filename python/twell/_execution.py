@@ -254,7 +254,7 @@ def settled(call: Call, layer: Operands, route: Route, site: AutoStrategy | None
         way = inference_of(layer, call.compression, call.activation, route)
     y = None if way is None else way(*layer)
     if way is not None and y is not None:
-        learning.note(layer, call.training, way, site, route, copied)
+        learning.note(layer, call.training, way, site, route, copied, not call.activation.k)
     return y
 
 

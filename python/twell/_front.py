@@ -107,11 +107,20 @@ class Learning(NamedTuple):
     children: int
 
     def note(
-        self, layer: Operands, training: bool, run: Run, site: AutoStrategy | None, route: Route, copied: bool
+        self,
+        layer: Operands,
+        training: bool,
+        run: Run,
+        site: AutoStrategy | None,
+        route: Route,
+        copied: bool,
+        one_pass: bool,
     ) -> None:
         """Let calls like this one, which ran by ``route``, go to ``run``."""
         x, gated, pattern = layer.x, layer.w_up is not None, 1
         for bias in (layer.b_gate, layer.b_up, layer.b_down) if gated else (layer.b_gate, layer.b_down):
             pattern = 2 * pattern + (bias is not None)
         kind = x.shape, x.dtype, x.device.index, training, pattern, self.children
-        remember(self.memory, kind, run, route, site, (x.shape, len(layer.w_gate), gated, training, copied, False))
+        remember(
+            self.memory, kind, run, route, site, (x.shape, len(layer.w_gate), gated, training, copied, False, one_pass)
+        )

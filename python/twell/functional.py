@@ -413,7 +413,9 @@ def run(
     if not plain:
         _say(facts, route)
     if route.strategy == "auto":
-        route = _chosen(layer, site, training, direct, route)
+        # few tokens of other layers have no kernel of their own
+        one_pass = not activation.k and choice is None and counts is None
+        route = _chosen(layer, site, training, direct, one_pass, route)
     first = None
     if site is not None and (route.strategy == "auto" or route.measurement is not None):
         # the operators find the site by the weight that the caller holds
@@ -479,7 +481,9 @@ def _say(facts: Facts, route: Route) -> None:
         info_once("inference in float32 and float64 runs dense, whatever strategy was named")
 
 
-def _chosen(layer: Operands, site: AutoStrategy | None, training: bool, direct: bool, route: Route) -> Route:
+def _chosen(
+    layer: Operands, site: AutoStrategy | None, training: bool, direct: bool, one_pass: bool, route: Route
+) -> Route:
     """The choice of "auto" by costs. An operator that is not called directly chooses itself."""
     if not training and not direct:
         return route
@@ -488,5 +492,5 @@ def _chosen(layer: Operands, site: AutoStrategy | None, training: bool, direct: 
         return route_of(site.trace(m, copied))
     n, gated = layer.w_gate.shape[0], layer.w_up is not None
     if site is not None:
-        return site.begin(x, n, gated, training, copied)
-    return without_site(x, n, gated, training, copied)
+        return site.begin(x, n, gated, training, copied, one_pass=one_pass)
+    return without_site(x, n, gated, training, copied, one_pass)

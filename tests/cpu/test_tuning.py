@@ -247,8 +247,8 @@ def test_a_site_decides_by_the_table_of_its_gpu(folder: Path, monkeypatch: pytes
     slow: Any = {(False, True, 32, 264): {1: {"row": (2e6, 0.0, 0.0, 0.0), "union": (3e6, 0.0, 0.0, 0.0)}}}
     monkeypatch.setattr(tables, "in_use", lambda on: table_of(slow))
     site = sites.AutoStrategy()
-    assert site.begin(torch.zeros(4, 32), 264, True, False, False).strategy == "dense"
-    assert sites.without_site(torch.zeros(4, 32), 264, True, False, False).strategy == "dense"
+    assert site.begin(torch.zeros(40, 32), 264, True, False, False).strategy == "dense"
+    assert sites.without_site(torch.zeros(40, 32), 264, True, False, False).strategy == "dense"
 
 
 def test_info_names_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def test_the_shipped_table_is_fitted_to_the_results() -> None:
     assert tables.parse(text.replace(tables.SCREENED, "screened")).costs == tune.fit(found["rows"])
     assert tables.SHIPPED.costs == tune.fit(found["rows"])
     assert (tables.SHIPPED.machine, tables.SHIPPED.date) == (found["machine"], found["date"][:10])
-    assert "choices lose 0.3% on average" in tune.report(tables.SHIPPED.costs, found["rows"])
+    assert "choices lose 0.4% on average" in tune.report(tables.SHIPPED.costs, found["rows"])
 
 
 def test_figures_of_a_measured_layer() -> None:
@@ -385,8 +385,7 @@ def test_the_plan() -> None:
     assert len({layer for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1]}) == len(set(layers))
     gated = [step.m for step in steps if step.kind == "gated" and (step.k, step.n) == tune.SHAPES[-1]]
     # both sides of each change of kernels
-    for last in (tuning.FEW_GATE_PACK, tuning.UNION_TILE_TOKENS):
-        assert {last, last + 1} <= set(gated)
+    assert {tuning.UNION_TILE_TOKENS, tuning.UNION_TILE_TOKENS + 1} <= set(gated)
     for step in steps:
         assert ("dense" in step.patterns) == (step.m <= tune.MOST_TOKENS_OF_DENSE and not step.problem.training)
     (one,) = tune.plan([(64, 264)], ["training"], [300], ["skew", "dense"])

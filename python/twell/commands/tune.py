@@ -442,6 +442,8 @@ def report(table: tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
     errors: list[tuple[float, str]] = []
     problems: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
     for row in usable(rows):
+        if costs.in_one_pass(problem_of(row)):
+            continue
         predicted = costs.costs(problem_of(row), measured_figures(row), fitted) if table else {}
         if row["strategy"] not in predicted:
             continue

@@ -3,13 +3,13 @@
 import torch
 
 from twell._activation import Activation
-from twell._runtime import device, host
+from twell._runtime import device, host, specs
 from twell.float8 import E4M3
 from twell.strategy import tables
 from twell.strategy.plan import Route
 
-# Neurons of the layer that is tried: kernels depend on K and not on N.
-_NEURONS = 64
+# Neurons of the layer that is tried, as kernels depend on K and not on N, and tokens: other kernels take few.
+_NEURONS, _TOKENS = 64, (1, specs.DECODE_TOKENS[-1] + 1)
 
 _REMEDY = (
     "`twell info` shows what is installed; install a wheel with kernels for this GPU, or the extra jit, which compiles "
@@ -42,20 +42,21 @@ def trouble(
     e4m3, each = dtype == E4M3, [1] * experts
     try:
         weight = torch.zeros(*each, _NEURONS, k, dtype=dtype, device=on)
-        x = torch.zeros(1, k, dtype=torch.bfloat16 if e4m3 else dtype, device=on)
         scales = (torch.zeros(*each, size, dtype=torch.float32, device=on) for size in (_NEURONS, k))
         scale, down_scale = ([given] for given in scales) if e4m3 else ([], [])
         up = [weight, *scale] if gated else [None, *[None] * e4m3]
-        layer = x, *[None] * e4m3, weight, *scale, *up, weight, *down_scale
-        if experts:
-            ids = torch.zeros(1, 1, dtype=torch.int32, device=on)
-            operator = torch.ops.twell.experts_float8 if e4m3 else torch.ops.twell.experts
-            operator(*layer, ids, ids.float(), compression, "row", *activation, route.invariant)
-        else:
-            strategy = "row" if route.strategy == "auto" else route.strategy
-            operator = torch.ops.twell.ffn_float8 if e4m3 else torch.ops.twell.ffn
-            how = compression, strategy, None, *activation, e4m3, route.invariant
-            operator(*layer, None, None, None, *how)
+        for m in _TOKENS:
+            x = torch.zeros(m, k, dtype=torch.bfloat16 if e4m3 else dtype, device=on)
+            layer = x, *[None] * e4m3, weight, *scale, *up, weight, *down_scale
+            if experts:
+                ids = torch.zeros(m, 1, dtype=torch.int32, device=on)
+                operator = torch.ops.twell.experts_float8 if e4m3 else torch.ops.twell.experts
+                operator(*layer, ids, ids.float(), compression, "row", *activation, route.invariant)
+            else:
+                strategy = "row" if route.strategy == "auto" else route.strategy
+                operator = torch.ops.twell.ffn_float8 if e4m3 else torch.ops.twell.ffn
+                how = compression, strategy, None, *activation, e4m3, route.invariant
+                operator(*layer, None, None, None, *how)
         torch.cuda.synchronize(on)
     except Exception as error:
         # whatever goes wrong here would go wrong in a request

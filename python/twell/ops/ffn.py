@@ -61,20 +61,22 @@ _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 def _run(
     sparse: Callable[..., _Counted],
+    one_pass: Callable[..., _Totals | None],
     layer: Operands,
     compression: int,
     activation: Activation,
     route: Route,
     totals: bool,
 ) -> _Totals:
-    """Compute the layer as ``route`` says; ``sparse`` is the sparse strategies of its device."""
+    """Compute the layer as ``route`` says; ``sparse`` and ``one_pass`` are the sparse strategies of its device."""
     if activation.k:
         # the screen chooses no gates
         route = route._replace(screen=False)
     if route.strategy == "dense":
         return dense.totalled(*opened(layer, activation), route.measurement, totals)
-    if is_one_pass(layer, activation, route):
-        return _one_pass(layer, activation, totals)
+    found = one_pass(layer, activation, route, totals)
+    if found is not None:
+        return found
     require_sliceable(len(layer.w_gate), activation)
     y, l1, stats, unions, candidates = _by_slices(sparse, layer, compression, activation, route, totals)
     if not totals and route.measurement is None:
@@ -89,22 +91,28 @@ def _run(
     return y, l1.sum() if totals else None, nonzeros
 
 
-def is_one_pass(layer: Any, activation: Activation, route: Route) -> bool:
-    """Whether a layer, or views of it, of few tokens runs in one pass over its weights (``ops.decode``)."""
+def _takes_one_pass(layer: Operands, activation: Activation, route: Route, family: str) -> bool:
+    """Whether a layer of few tokens runs in one pass over its weights (``ops.decode``)."""
     if activation.k or route.screen or route.invariant:
         return False
     x, kind = layer.x, "plain" if layer.w_up is None else "gated"
-    family = tuning.family(x.device.index) if x.is_cuda else specs.SM90
     return tuning.decode(x.dtype, math.prod(x.shape[:-1]), x.shape[-1], kind, family) is not None
 
 
-def _one_pass(layer: Operands, activation: Activation, totals: bool) -> _Totals:
-    """The layer of few tokens in one pass, w_down [K, N]."""
-    if not layer.x.is_cuda:
-        x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-        gate = gate_on_cpu(x, w_gate, b_gate, activation)
-        y, l1, stats, _ = behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, True)
-        return y, l1.sum(), stats.sum()
+def _one_pass_on_cpu(layer: Operands, activation: Activation, route: Route, totals: bool) -> _Totals | None:
+    """The layer as a GPU computes it in one pass, w_down [K, N]; None of one that it does not."""
+    if not _takes_one_pass(layer, activation, route, specs.SM90):
+        return None
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    gate = gate_on_cpu(x, w_gate, b_gate, activation)
+    y, l1, stats, _ = behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, True)
+    return y, l1.sum(), stats.sum()
+
+
+def _one_pass_on_cuda(layer: Operands, activation: Activation, route: Route, totals: bool) -> _Totals | None:
+    """The layer of few tokens in one pass, w_down [K, N]; None of one that takes more."""
+    if not _takes_one_pass(layer, activation, route, tuning.family(layer.x.device.index)):
+        return None
     given = laid(layer)
     y = allocate(layer.x, tuple(layer.x.shape), contiguous(layer.x.shape), layer.x.dtype)
     aux = y.new_empty(2, dtype=torch.float32) if totals else None
@@ -142,18 +150,18 @@ def _by_slices(sparse: Callable[..., _Counted], layer: Operands, *how: Any) -> _
     return y, torch.stack([own.sum() for own in l1]), torch.cat(stats, 1), unions, candidates
 
 
-def _chosen(layer: Operands, route: Route, site: Tensor | None) -> Route:
+def _chosen(layer: Operands, activation: Activation, route: Route, site: Tensor | None) -> Route:
     """The route of a call of the operators, by costs where it is "auto"."""
     if route.strategy != "auto":
         return route
     if site is None:
         x, w_gate, w_up, w_down, *_ = layer
         copied = not are_rows(w_down.shape, w_down.stride())
-        return without_site(x, w_gate.shape[0], w_up is not None, False, copied)
-    return site_of(site, route.screen).begin(layer.x, *_asked_by(layer))
+        return without_site(x, w_gate.shape[0], w_up is not None, False, copied, not activation.k)
+    return site_of(site, route.screen).begin(layer.x, *_asked_by(layer, activation))
 
 
-def _asked_by(layer: Operands) -> tuple[int, bool, bool, bool, bool]:
+def _asked_by(layer: Operands, activation: Activation) -> tuple[int, bool, bool, bool, bool, bool]:
     """What a site is asked by, after x: w_down is [N, K]."""
     _, w_gate, w_up, w_down, *_ = layer
     return (
@@ -162,6 +170,7 @@ def _asked_by(layer: Operands) -> tuple[int, bool, bool, bool, bool]:
         False,
         not are_rows(w_down.shape, w_down.stride()),
         dense.is_merged(layer),
+        not activation.k,
     )
 
 
@@ -173,7 +182,7 @@ def on_cuda(layer: Operands, compression: int, activation: Activation, route: Ro
 
     w_down is [K, N], and x may have any leading dimensions.
     """
-    return _run(_sparse_on_cuda, layer, compression, activation, route, totals)
+    return _run(_sparse_on_cuda, _one_pass_on_cuda, layer, compression, activation, route, totals)
 
 
 @functools.lru_cache(256)
@@ -213,7 +222,7 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
             return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
         if capturing := _modes.capturing(layer.w_down):
             _memory.note_capture(layer.w_down)
-        route = _chosen(layer, route, site)
+        route = _chosen(layer, activation, route, site)
         if remembers and not totals and not capturing:
             y = _settled(layer, arguments, activation, route)
             if y is not None:
@@ -277,7 +286,7 @@ def _settled(layer: Operands, arguments: Sequence[Any], activation: Activation, 
     run = inference_of(turned, arguments[7], activation, route, merged=True)
     y = None if run is None else run(*turned)
     if run is not None and y is not None:
-        remember(*_kind(arguments, site), run, route, site, (layer.x.shape, *_asked_by(layer)))
+        remember(*_kind(arguments, site), run, route, site, (layer.x.shape, *_asked_by(layer, activation)))
     return y
 
 
@@ -345,7 +354,8 @@ def inference_of(
     merged: whether a dense layer may compute gate and up in one product.
     """
     x = layer.x
-    one_pass = route.strategy != "dense" and is_one_pass(layer, activation, route)
+    family = tuning.family(x.device.index)
+    one_pass = route.strategy != "dense" and _takes_one_pass(layer, activation, route, family)
     if is_sliced(len(layer.w_gate)) and route.strategy != "dense" and not one_pass:
         return None
     if has_thresholds(layer.b_gate, len(layer.w_gate)) and (route.screen or route.strategy == "dense"):
@@ -402,7 +412,7 @@ ffn, ffn_aux = (
     for schema, fake, cpu, cuda in zip(
         (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
         _operators(None),
-        _operators(lambda *call: _run(_sparse_on_cpu, *call)),
+        _operators(lambda *call: _run(_sparse_on_cpu, _one_pass_on_cpu, *call)),
         _on_cuda,
     )
 )

@@ -129,8 +129,9 @@ def _route(given: Given, strategy: str, site: Tensor | None) -> Route:
     if route.strategy == "auto":
         n, k = given.w_down.shape
         tokens, copied = given.tokens(k), not are_rows(given.w_down.shape, given.w_down.stride())
-        how = n, given.w_up is not None, False, copied
-        route = without_site(tokens, *how) if site is None else site_of(site, False).begin(tokens, *how)
+        how: Any = n, given.w_up is not None, False, copied
+        one = {"one_pass": False}
+        route = without_site(tokens, *how, **one) if site is None else site_of(site, False).begin(tokens, *how, **one)
         # a site that others share may know the screen
         route = route._replace(screen=False)
     return route

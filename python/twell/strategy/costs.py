@@ -64,7 +64,8 @@ class Problem(NamedTuple):
     ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
     at each forward and each backward pass. ``merged``: whether a dense layer computes gate and up in one product.
     ``eager``: whether the host launches each kernel in the call, rather than before it in a CUDA graph. ``float8``:
-    whether weights are e4m3 with scales.
+    whether weights are e4m3 with scales. ``one_pass``: whether few tokens may take one pass over the weights: not of a
+    given gate, and not if the largest gates of a token are kept.
     """
 
     m: int
@@ -76,6 +77,7 @@ class Problem(NamedTuple):
     merged: bool = False
     eager: bool = False
     float8: bool = False
+    one_pass: bool = True
 
 
 class Figures(NamedTuple):
@@ -178,7 +180,8 @@ def costs(problem: Problem, figures: Figures, table: Table | None = None, screen
     ``screen``.
     """
     if in_one_pass(problem, table):
-        predicted = {"row": _one_pass(problem, figures), "dense": 1.0}
+        # both are that pass
+        predicted = dict.fromkeys(("row", "union"), _one_pass(problem, figures)) | {"dense": 1.0}
         return _eager(problem, predicted) if problem.eager else predicted
     copies, dense = copy_cost(problem), merged_cost(problem)
     predicted = {}
@@ -343,7 +346,12 @@ def decide(
 
 def in_one_pass(problem: Problem, table: Table | None = None) -> bool:
     """Whether a sparse call is of so few tokens that one kernel computes the layer, on the GPU of the table."""
-    if problem.training or problem.down_copied or not (tables.SHIPPED if table is None else table).screens:
+    if (
+        problem.training
+        or problem.down_copied
+        or not problem.one_pass
+        or not (tables.SHIPPED if table is None else table).screens
+    ):
         return False
     dtype = torch.float8_e4m3fn if problem.float8 else torch.bfloat16
     return decode(dtype, problem.m, problem.k, "gated" if problem.gated else "plain") is not None

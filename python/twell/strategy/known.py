@@ -51,7 +51,7 @@ def remember(
     run: Run,
     route: Route,
     site: AutoStrategy | None,
-    chosen: tuple[torch.Size, int, bool, bool, bool, bool],
+    chosen: tuple[torch.Size, int, bool, bool, bool, bool, bool],
 ) -> None:
     """Let calls of a kind, which ran by ``route``, go to ``run``.
 

@@ -365,10 +365,11 @@ class AutoStrategy:
         training: bool,
         down_copied: bool,
         merged: bool = False,
+        one_pass: bool = True,
         float8: bool = False,
     ) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
-        kind: tuple[Any, ...] = (x.shape, n, gated, training, down_copied, merged)
+        kind: tuple[Any, ...] = (x.shape, n, gated, training, down_copied, merged, one_pass)
         if float8:
             kind = (*kind, "float8")
         known = self.routes.get(kind)
@@ -386,7 +387,7 @@ class AutoStrategy:
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _modes.capturing(x)
         sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
-        problem = costs.Problem(*sizes, eager=not capturing, float8=float8)
+        problem = costs.Problem(*sizes, not capturing, float8, one_pass)
         holder = self if training and _modes.checkpointed() else None
         if real:
             self._table = tables.in_use(x.device)
@@ -658,10 +659,13 @@ class AutoStrategy:
         return known[min(known, key=lambda other: (abs(other[1] - key[1]), other[0] != key[0], -other[1]))]
 
 
-def without_site(x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, float8: bool = False) -> Route:
+def without_site(
+    x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, one_pass: bool = True, float8: bool = False
+) -> Route:
     """The route of a call on x [..., K] that "auto" chooses and that has no site to remember figures."""
     eager = not (type(x) is Tensor and _modes.capturing(x))
-    problem = costs.Problem(tokens_of(x), x.shape[-1], n, gated, training, down_copied, eager=eager, float8=float8)
+    sizes = tokens_of(x), x.shape[-1], n, gated, training, down_copied
+    problem = costs.Problem(*sizes, False, eager, float8, one_pass)
     return route_of(costs.decide_once(problem, tables.in_use(x.device)))
 
 

@@ -91,7 +91,8 @@ class Case:
     scales: of weights in e4m3. tokens: of these, "e4m3" or a "static" scale. fast: ``fast_accum``. rank: of a LoRA
     adapter of each projection. experts, slots: how many, and how many of them a token has; hot: share of the tokens
     whose first expert is the same one; absent: share of ids that are -1; merged: gate and up in one tensor; shared:
-    the last expert is that of all tokens, in their last slot; wide: ids of 64 bits, and weights of 32. tied, skip, bandwidth: of an autoencoder; train: it is in train mode.
+    the last expert is that of all tokens, in their last slot; wide: ids of 64 bits, and weights of 32. tied, skip,
+    bandwidth: of an autoencoder; train: it is in train mode.
 
     wants: the operands that get a gradient, by their names and joined by "+", or "all". l1: there is a gradient of the
     sum of |h|. mains: weights' gradients are added to main gradients. module: of ``twell.nn``, in place of a function.
