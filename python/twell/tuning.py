@@ -31,9 +31,6 @@ _WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
 # The same of e4m3 weights (NVIDIA H100 and H200, K = 2,048, 16,384 tokens; of 64 that of 16-bit weights).
 _E4M3_WAVE = {64: 0.72, 96: 1.0, 144: 1.42}
 
-# Most tokens of a small call, for costs.
-FEW_GATE_PACK = 64
-
 
 @functools.lru_cache(4096)
 def gate_pack(dtype: torch.dtype, m: int, n: int, clusters: int, fast: bool = True) -> specs.GatePackSpec:

@@ -71,7 +71,7 @@ def test_invariant_runs_row_by_kernels_of_the_hidden_size_alone() -> None:
         twell.sparse_gated_ffn(x, weight, weight, weight.t(), invariant=True)
     for k in (8, 2048, 4096, 4104, 16384):
         chosen = {
-            (tuning.gate_pack(BF16, m, 5632, 66, True).op, tuning.up_down_token(BF16, m, k, True, True))
+            (tuning.gate_pack(BF16, m, 5632, 66).op, tuning.up_down_token(BF16, m, k, True, True))
             for m in (1, 8, 64, 65, 300, 2049, 100_000)
         }
         ((gate, token),) = chosen

@@ -19,7 +19,7 @@ from profiling import tune as shipped
 from profiling.draw.common import loads
 from profiling.figures import RESULTS
 from twell import testing, tuning
-from twell._runtime import device, fingerprint
+from twell._runtime import device, fingerprint, specs
 from twell.commands import info, timing, tune
 from twell.commands.request import RequestError
 from twell.strategy import costs as rules
@@ -45,54 +45,54 @@ def found(costs: Any, m: int, k: int, n: int, gated: bool = True, training: bool
 def test_coefficients_come_from_layers_of_the_same_kind() -> None:
     costs = {
         (False, True, 1024, 2048): {
-            16: {"row": (0.1, 0.0, 0.0, 0.0)},
-            64: {"row": (0.5, 0.0, 4.0, 0.0), "union": (1.0,) * 4},
+            8: {"row": (0.1, 0.0, 0.0, 0.0)},
+            32: {"row": (0.5, 0.0, 4.0, 0.0), "union": (1.0,) * 4},
         },
-        (False, False, 1024, 2048): {16: {"row": (0.3, 0.0, 0.0, 0.0)}},
-        (True, True, 1024, 2048): {16: {"union": (0.4, 0.0, 0.0, 0.0)}},
+        (False, False, 1024, 2048): {8: {"row": (0.3, 0.0, 0.0, 0.0)}},
+        (True, True, 1024, 2048): {8: {"union": (0.4, 0.0, 0.0, 0.0)}},
     }
-    assert found(costs, 16, 1024, 2048)["row"][0] == pytest.approx(0.1)
-    assert found(costs, 16, 4096, 16384)["row"][0] == pytest.approx(0.1)
-    assert found(costs, 16, 1024, 2048, gated=False)["row"][0] == pytest.approx(0.3)
-    assert found(costs, 16, 4096, 16384, training=True)["union"][0] == pytest.approx(0.4)
-    assert found(costs, 16, 4096, 16384, gated=False, training=True)["union"][0] == pytest.approx(0.4)
+    assert found(costs, 8, 1024, 2048)["row"][0] == pytest.approx(0.1)
+    assert found(costs, 8, 4096, 16384)["row"][0] == pytest.approx(0.1)
+    assert found(costs, 8, 1024, 2048, gated=False)["row"][0] == pytest.approx(0.3)
+    assert found(costs, 8, 4096, 16384, training=True)["union"][0] == pytest.approx(0.4)
+    assert found(costs, 8, 4096, 16384, gated=False, training=True)["union"][0] == pytest.approx(0.4)
     # interpolates in log m where both neighbours have a value; nothing below the first, the last one above
-    assert found(costs, 32, 1024, 2048) == {"row": pytest.approx((0.3, 0.0, 2.0, 0.0))}
-    assert found(costs, 15, 1024, 2048) == found(costs, 0, 1024, 2048) == {}
+    assert found(costs, 16, 1024, 2048) == {"row": pytest.approx((0.3, 0.0, 2.0, 0.0))}
+    assert found(costs, 7, 1024, 2048) == found(costs, 0, 1024, 2048) == {}
     assert found(costs, 1 << 20, 1024, 2048) == {
-        name: pytest.approx(terms) for name, terms in costs[False, True, 1024, 2048][64].items()
+        name: pytest.approx(terms) for name, terms in costs[False, True, 1024, 2048][32].items()
     }
     # nearer layers weigh more
-    costs = {(False, True, k, 4 * k): {16: {"row": (base, 0.0, 0.0, 0.0)}} for k, base in ((1024, 0.2), (4096, 0.6))}
-    assert found(costs, 16, 1024, 4096)["row"][0] == pytest.approx(0.2, abs=1e-3)
-    assert found(costs, 16, 2048, 8192)["row"][0] == pytest.approx(0.4)
-    bases = {k: found(costs, 16, k, 4 * k)["row"][0] for k in range(512, 8192, 256)}
+    costs = {(False, True, k, 4 * k): {8: {"row": (base, 0.0, 0.0, 0.0)}} for k, base in ((1024, 0.2), (4096, 0.6))}
+    assert found(costs, 8, 1024, 4096)["row"][0] == pytest.approx(0.2, abs=1e-3)
+    assert found(costs, 8, 2048, 8192)["row"][0] == pytest.approx(0.4)
+    bases = {k: found(costs, 8, k, 4 * k)["row"][0] for k in range(512, 8192, 256)}
     inside = [base for k, base in bases.items() if 1024 <= k < 4096]
     assert inside == sorted(inside)
     assert all(0.2 <= base <= 0.6 for base in bases.values())
-    assert rules.nearest(Problem(16, 2000, 8000, True, False), table_of(costs))[2] == 1024
+    assert rules.nearest(Problem(8, 2000, 8000, True, False), table_of(costs))[2] == 1024
 
 
 def test_interpolation_crosses_no_change_of_kernels() -> None:
     layer: dict[int, Any] = {
         m: {"union": (base, 0.0, 0.0, 0.0)}
-        for m, base in ((8, 1.0), (64, 1.2), (65, 2.0), (1024, 0.5), (1025, 1.5), (4096, 0.7))
+        for m, base in ((4, 1.0), (32, 1.2), (33, 2.0), (1024, 0.5), (1025, 1.5), (4096, 0.7))
     }
     costs = {(False, True, 2048, 5632): layer}
 
     def at(m: int) -> float:
         return float(found(costs, m, 2048, 5632)["union"][0])
 
-    for low, high in ((8, 64), (65, 1024), (1025, 4096)):
+    for low, high in ((4, 32), (33, 1024), (1025, 4096)):
         ends = sorted((layer[low]["union"][0], layer[high]["union"][0]))
         assert all(ends[0] - 1e-9 <= at(m) <= ends[1] + 1e-9 for m in (low, low + 1, (low + high) // 2, high - 1, high))
     assert at(1025) - at(1024) == pytest.approx(1.0)
     # a third of the way in log m
-    assert at(16) == pytest.approx(1.2 / 3 + 1.0 * 2 / 3)
+    assert at(8) == pytest.approx(1.2 / 3 + 1.0 * 2 / 3)
     # without a node on this side of the change the nearest one there counts
-    del layer[65], layer[1025]
+    del layer[33], layer[1025]
     costs = {(False, True, 2048, 5632): layer}
-    assert found(costs, 65, 2048, 5632)["union"][0] == pytest.approx(0.5)
+    assert found(costs, 33, 2048, 5632)["union"][0] == pytest.approx(0.5)
     assert found(costs, 1025, 2048, 5632)["union"][0] == pytest.approx(0.7)
     # one kernel up to 1,024 tokens is for K of up to 4,096 alone
     costs[False, True, 5120, 13824] = {512: {"union": (3.0, 0.0, 0.0, 0.0)}, 4096: {"union": (3.0, 0.0, 0.0, 0.0)}}
@@ -385,7 +385,8 @@ def test_the_plan() -> None:
     assert len({layer for i, layer in enumerate(layers) if i == 0 or layer != layers[i - 1]}) == len(set(layers))
     gated = [step.m for step in steps if step.kind == "gated" and (step.k, step.n) == tune.SHAPES[-1]]
     # both sides of each change of kernels
-    assert {tuning.UNION_TILE_TOKENS, tuning.UNION_TILE_TOKENS + 1} <= set(gated)
+    for last in (specs.DECODE_TOKENS[-1], tuning.UNION_TILE_TOKENS):
+        assert {last, last + 1} <= set(gated)
     for step in steps:
         assert ("dense" in step.patterns) == (step.m <= tune.MOST_TOKENS_OF_DENSE and not step.problem.training)
     (one,) = tune.plan([(64, 264)], ["training"], [300], ["skew", "dense"])

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from twell._runtime import geometry
+from twell._runtime import geometry, specs
 from twell.strategy import tables
 from twell.strategy.tables import SCREENED, Key, Table, Terms
-from twell.tuning import FEW_GATE_PACK, UNION_TILE_TOKENS, decode, up_down_tile
+from twell.tuning import UNION_TILE_TOKENS, decode, up_down_tile
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -26,7 +26,7 @@ WORST_CASE_PREMIUM = 1.25
 ASSUMED_DENSITY = 1 / 190
 # Tokens of CUDA graphs that are dense if nothing was measured before: sparse rows gain little there, and rows of a
 # layer that is not sparse lose much. More tokens have the bounded "union".
-UNSURE_GRAPHS = range(FEW_GATE_PACK + 1, 513)
+UNSURE_GRAPHS = range(65, 513)
 # The largest share of neurons that fire for a token of which times in e4m3 are known (`float8.json`).
 FLOAT8_DENSITY = 0.0059
 
@@ -482,7 +482,7 @@ def _same_kernels(problem: Problem, key: Key, nodes: _Nodes) -> _Nodes:
 
 
 def _kernels(problem: Problem) -> tuple[bool, bool]:
-    """Which kernels run, in two parts: whether ``m`` is at most 64, and whether "union" is one kernel.
+    """Which kernels run, in two parts: whether one may compute a layer of ``m`` tokens, and whether "union" is one.
 
     Other kernels change with ``m``, too, where the costs on both sides are near enough to interpolate.
     """
@@ -490,7 +490,7 @@ def _kernels(problem: Problem) -> tuple[bool, bool]:
     if training:
         return False, False
     tile = None if problem.float8 else up_down_tile(torch.bfloat16, m, k, n, gated)
-    return m <= FEW_GATE_PACK, tile is not None
+    return m <= specs.DECODE_TOKENS[-1], tile is not None
 
 
 def _between(m: int, nodes: _Nodes) -> dict[str, Terms]:
