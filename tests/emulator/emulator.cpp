@@ -641,7 +641,7 @@ class Turn {
 
   void finish(const Wgmma& product) const {
     const Instruction& in = *product.in;
-    const int bytes = in.type == TYPE_S8 ? 1 : 2, depth = 32 / bytes, row = warp.id % 4 * 16;
+    const int bytes = width(in.type), depth = 32 / bytes, row = warp.id % 4 * 16;
     double a[16][32], b[256][32];
     if (in.flags & IN_REGISTERS) {
       // read when it runs: the registers may not change before that

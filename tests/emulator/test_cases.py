@@ -27,7 +27,11 @@ layer m=140 k=72 gated=False biases=up+down activation=fatrelu by_neuron=True de
 kept m=300 k=72 biases=gate+up+down activation=fatrelu by_neuron=True density=0.2
 kept m=130 k=64 n=5632 density=0.012
 kept m=5 k=64 n=72 pattern=all density=1.0
-experts m=23 k=136 gated=False experts=4 slots=3 hot=0.5 absent=0.2 wide=False
+experts m=40 k=136 gated=False experts=4 slots=3 hot=0.5 absent=0.2 wide=False
+layer m=40 k=144 n=264 biases=gate+up+down density=0.2 scales=row tokens=e4m3
+layer m=40 k=144 n=264 gated=False density=0.2 scales=row tokens=e4m3 fast=False
+layer m=130 k=144 n=264 biases=gate+up+down density=0.2 strategy=union scales=row tokens=e4m3
+experts m=40 k=144 gated=False experts=4 slots=2 hot=0.5 absent=0.2 activation=relu2 scales=row tokens=e4m3
 """.strip().splitlines()
 OVERFULL = """
 layer m=320 k=72 n=136 biases=gate+up+down pattern=all strategy=union wants=all aux=True l1=True
