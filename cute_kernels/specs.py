@@ -56,10 +56,19 @@ GATE_TOKENS = (48, 64, 96, 128, 144)
 # Those of e4m3 weights whose sums stay in the tensor cores, or not.
 E4M3_GATE_TOKENS = {True: (64, 96, 144), False: (96,)}
 
-# Of the kernel for whole layers of few tokens: its forms, columns of K in a CTA with CTAs of a cluster, most tokens.
+# Of the kernel for whole layers of few tokens: its forms, and most tokens.
 DECODE_KINDS = "plain", "gated", "experts"
-DECODE_SHAPES = ((256, 4), (256, 8), (512, 4), (512, 8), (768, 4), (1024, 1), (1024, 4), (1024, 8), (1024, 16))
 DECODE_TOKENS = (8, 16, 32)
+# Columns of a CTA, CTAs of a cluster and most tokens, of layers and of experts: the first that takes a call is the
+# fastest (NVIDIA H200, November 2026, K = 768 to 12,288). In clusters of 8 more than 16 tokens lose to dense products.
+DECODE_SHAPES = (
+    *((512, 4, 8), (512, 4, 16), (512, 4, 32), (1024, 4, 16), (768, 4, 32), (1024, 4, 32), (1024, 8, 16)),
+    (1024, 16, 16),
+)
+DECODE_EXPERT_SHAPES = (
+    *((1024, 1, 8), (1024, 1, 16), (1024, 1, 32), (768, 4, 8), (768, 4, 16), (768, 4, 32), (1024, 4, 16)),
+    (1024, 8, 16),
+)
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
 # CTAs that compute a token of experts.
@@ -206,11 +215,12 @@ class DecodeSpec(_FamilyKernel):
     }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        shapes = {cluster for columns, cluster in DECODE_SHAPES if columns == self.columns}
-        columns = tuple(sorted({columns for columns, _ in DECODE_SHAPES}))
+        shapes = DECODE_EXPERT_SHAPES if self.kind == "experts" else DECODE_SHAPES
+        clusters = sorted({shape[1] for shape in shapes if shape[0] == self.columns})
+        tokens = tuple(shape[2] for shape in shapes if shape[:2] == (self.columns, self.cluster))
         kinds = DECODE_KINDS[:2] if self.dtype == E4M3 else DECODE_KINDS
-        own = {"kind": kinds, "columns": columns, "cluster": tuple(sorted(shapes)), "tokens": DECODE_TOKENS}
-        return super().choices() | {"family": (SM90,)} | own
+        own = {"kind": kinds, "columns": tuple(sorted({shape[0] for shape in shapes})), "cluster": tuple(clusters)}
+        return super().choices() | {"family": (SM90,)} | own | {"tokens": tokens}
 
     @property
     def k_max(self) -> int:
@@ -578,11 +588,10 @@ def all_specs() -> tuple[Spec, ...]:
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(E4M3, t, fast=f) for f, choices in E4M3_GATE_TOKENS.items() for t in choices),
         *(
-            DecodeSpec(d, kind, *s, t)
+            DecodeSpec(d, kind, *shape)
             for d in WEIGHTS
             for kind in DECODE_KINDS[: 2 if d == E4M3 else 3]
-            for s in DECODE_SHAPES
-            for t in DECODE_TOKENS
+            for shape in (DECODE_EXPERT_SHAPES if kind == "experts" else DECODE_SHAPES)
         ),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),

@@ -63,7 +63,7 @@ class Operands(NamedTuple):
     threshold: Any
     activation: Any
     b_down: Any
-    # fp32 [clusters, columns of a cluster / 16, tokens / 8, 32, 4], see `store`; behind them two for each CTA that reduces
+    # fp32 [clusters, columns of a cluster / 16, tokens / 8, 32, 4], see `store`; two of each CTA that reduces follow
     parts: Any
     aux: Any  # fp32 [2]: the sum of |h| and the number of non-zeros; [0] for none
     y: Any  # [M, K]
@@ -108,7 +108,7 @@ class Decode(Lists):
         # stages of the warps' and of the CTAs' sums
         self.sum_stages, self.stages = {1: (3, 4), 2: (2, 3), 4: (2, 4) if self.shares else (1, 2)}[self.n_frags]
         # warps that issue copies: a warp issues one in 50 ns
-        self.issuers = 2 if self.columns >= 1024 else 4
+        self.issuers = 2 if self.cluster == 1 else 4
         # product warps that need more registers for x and y get those of one more warpgroup
         self.splits = self.k_frags * self.n_frags * 6 > 120
         if self.splits:

@@ -56,21 +56,15 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
     return specs.QuantizeGateSpec(dtype_name(dtype), specs.k_class(k, specs.QUANTIZE_K_CLASSES))
 
 
-# Columns of a CTA and CTAs of a cluster of the kernel for whole layers of few tokens, the fewest columns first.
-_DECODE = ((256, 4), (512, 4), (768, 4), (1024, 4), (1024, 8), (1024, 16))
-
-
 @functools.lru_cache(4096)
 def decode(dtype: torch.dtype, m: int, k: int, kind: str, family: str = specs.SM90) -> specs.DecodeSpec | None:
     """The kernel for whole layers, or experts, of ``m`` tokens; None of more tokens or columns than there is one for.
 
     ``kind``: "plain", "gated" or "experts".
     """
-    shape = next((each for each in _DECODE if k <= each[0] * each[1]), None)
-    tokens = next((most for most in specs.DECODE_TOKENS if m <= most), None)
-    if family != specs.SM90 or shape is None or tokens is None or not m:
-        return None
-    return specs.DecodeSpec(dtype_name(dtype), kind, *shape, tokens)
+    shapes = specs.DECODE_EXPERT_SHAPES if kind == "experts" else specs.DECODE_SHAPES
+    shape = next((each for each in shapes if k <= each[0] * each[1] and 0 < m <= each[2]), None)
+    return None if family != specs.SM90 or shape is None else specs.DecodeSpec(dtype_name(dtype), kind, *shape)
 
 
 # Most tokens whose clusters have so many CTAs, and non-zeros of a token that is never heavy; with more tokens clusters

@@ -1,14 +1,13 @@
 """Compiled kernels on the emulator, in order and in random schedules, against the operators on a CPU."""
 
-import functools
-
 import pytest
 import torch
 
 from tests.emulator import cases, checks
 from tests.emulator.launch import Emulator, Schedule
 from twell import tuning
-from twell._runtime import fingerprint, specs
+from twell._runtime import fingerprint
+from twell.testing.case import Case
 
 # in order and in two random schedules, one of which is nightly: which of them hangs on the kernels
 NIGHTLY = 1 + int(fingerprint.source_hash(), 16) % 2
@@ -148,45 +147,27 @@ def test_experts(
 
 @SEEDS
 @pytest.mark.parametrize(
-    ("line", "columns", "cluster", "clusters"),
+    ("line", "clusters"),
     [
-        ("layer m=1 n=520 k=1024 gated=False density=0.3 aux=True", 256, 4, 2),
+        ("layer m=1 n=520 k=2048 gated=False density=0.3 aux=True", 2),
         # columns that the last CTAs do not have, and neurons that the last tile does not
-        (
-            "layer m=8 n=136 k=1016 gated=False density=0.5 activation=relu2 biases=up+down dtype=fp16 aux=True",
-            256,
-            4,
-            3,
-        ),
-        ("layer m=3 n=40 k=72 density=1.0 biases=gate+up+down x_layout=padded weight_layout=padded", 256, 4, 3),
-        ("layer m=16 n=520 k=2048 density=0.2 activation=drelu aux=True", 512, 4, 2),
-        ("layer m=15 n=264 k=1000 density=0.02 activation=fatrelu threshold=1.0 by_neuron=True", 1024, 1, 3),
+        ("layer m=8 n=136 k=1016 gated=False density=0.5 activation=relu2 biases=up+down dtype=fp16 aux=True", 3),
+        ("layer m=3 n=40 k=72 density=1.0 biases=gate+up+down x_layout=padded weight_layout=padded", 3),
+        ("layer m=16 n=264 k=2048 density=0.2 activation=drelu aux=True", 2),
+        ("layer m=7 n=136 k=2056 density=0.1 activation=fatrelu threshold=1.0 by_neuron=True", 2),
         # tokens that CTAs share
-        ("layer m=31 n=520 k=1024 density=0.5 biases=up aux=True", 256, 4, 2),
-        ("layer m=17 n=264 k=1528 density=0.3 aux=True down_layout=padded", 256, 8, 2),
-        ("layer m=5 n=136 k=1008 gated=False density=0.3 scales=row tokens=e4m3 activation=relu2", 256, 4, 3),
-        ("layer m=9 n=264 k=1024 density=0.3 scales=row tokens=e4m3 biases=gate+up+down", 512, 4, 2),
-        ("experts m=8 n=72 k=1016 gated=False density=0.3 experts=9 slots=4 absent=0.2 activation=relu2", 256, 4, 3),
-        ("experts m=1 n=40 k=72 gated=False density=0.5 experts=40 slots=6 shared=True", 256, 4, 3),
-        ("experts m=20 n=40 k=72 gated=False density=0.5 experts=7 slots=3 wide=False shared=True", 256, 4, 3),
+        ("layer m=31 n=520 k=1024 density=0.5 biases=up aux=True", 2),
+        ("layer m=17 n=136 k=2528 density=0.3 aux=True down_layout=padded", 2),
+        ("layer m=5 n=136 k=1008 gated=False density=0.3 scales=row tokens=e4m3 activation=relu2", 3),
+        ("layer m=9 n=264 k=1024 density=0.3 scales=row tokens=e4m3 biases=gate+up+down", 2),
+        ("experts m=8 n=72 k=1016 gated=False density=0.3 experts=9 slots=4 absent=0.2 activation=relu2", 9),
+        ("experts m=1 n=40 k=1096 gated=False density=0.5 experts=40 slots=6 shared=True", 3),
+        ("experts m=20 n=40 k=72 gated=False density=0.5 experts=7 slots=3 wide=False shared=True", 7),
     ],
 )
-def test_whole_layers_of_few_tokens(
-    emulator: Emulator,
-    monkeypatch: pytest.MonkeyPatch,
-    line: str,
-    columns: int,
-    cluster: int,
-    clusters: int,
-    seed: int,
-) -> None:
-    monkeypatch.setattr(tuning, "decode", functools.partial(of_shape, columns, cluster))
-    with emulator.stands_in(clusters * cluster, Schedule.of(seed)):
+def test_whole_layers_of_few_tokens(emulator: Emulator, line: str, clusters: int, seed: int) -> None:
+    case = Case.of(line)
+    spec = tuning.decode(case.torch_dtype, case.m, case.k, "experts" if case.kind == "experts" else "plain")
+    assert spec
+    with emulator.stands_in(clusters * spec.cluster, Schedule.of(seed)):
         cases.run(emulator, f"{line} seed={seed}")
-
-
-def of_shape(columns: int, cluster: int, dtype: torch.dtype, m: int, k: int, kind: str, *_: str) -> specs.Spec | None:
-    if m > specs.DECODE_TOKENS[-1]:
-        return None
-    tokens = next(most for most in specs.DECODE_TOKENS if m <= most)
-    return specs.DecodeSpec(tuning.dtype_name(dtype), kind, columns, cluster, tokens)
