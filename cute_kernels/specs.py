@@ -59,15 +59,21 @@ E4M3_GATE_TOKENS = {True: (64, 96, 144), False: (96,)}
 # Of the kernel for whole layers of few tokens: its forms, and most tokens.
 DECODE_KINDS = "plain", "gated", "experts"
 DECODE_TOKENS = (8, 16, 32)
-# Columns of a CTA, CTAs of a cluster and most tokens, of layers and of experts: the first that takes a call is the
-# fastest (NVIDIA H200, November 2026, K = 768 to 12,288). In clusters of 8 more than 16 tokens lose to dense products.
-DECODE_SHAPES = (
-    *((512, 4, 8), (512, 4, 16), (512, 4, 32), (1024, 4, 16), (768, 4, 32), (1024, 4, 32), (1024, 8, 16)),
-    (1024, 16, 16),
+# Columns of a CTA, CTAs of a cluster and most tokens, of layers, of e4m3 weights and of experts: the first that takes a
+# call is the fastest (NVIDIA H200, November 2026, K = 768 to 12,288). In clusters of 8 more than 16 tokens lose to
+# dense products.
+_LARGE = ((1024, 8, 16), (1024, 16, 16))
+_DECODE_LAYERS = (
+    *((512, 4, 8), (512, 4, 16), (512, 4, 32), (1024, 4, 16), (768, 4, 32), (1024, 4, 32)),
+    *_LARGE,
 )
-DECODE_EXPERT_SHAPES = (
+_DECODE_E4M3 = (
+    *((1024, 2, 8), (1024, 2, 16), (512, 4, 32), (1024, 4, 8), (1024, 4, 16), (1024, 4, 32)),
+    *_LARGE,
+)
+_DECODE_EXPERTS = (
     *((1024, 1, 8), (1024, 1, 16), (1024, 1, 32), (768, 4, 8), (768, 4, 16), (768, 4, 32), (1024, 4, 16)),
-    (1024, 8, 16),
+    *_LARGE,
 )
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
@@ -88,6 +94,13 @@ def token_k_classes(family: str, dtype: str = "") -> dict[int, tuple[int, ...]]:
     if family != SM90:
         return PORTABLE_TOKEN_K_CLASSES
     return E4M3_TOKEN_K_CLASSES if dtype == E4M3 else TOKEN_K_CLASSES
+
+
+def decode_shapes(dtype: str, kind: str) -> tuple[tuple[int, int, int], ...]:
+    """Columns of a CTA, CTAs of a cluster and most tokens of the kernels for a kind of layers, the fastest first."""
+    if kind == "experts":
+        return _DECODE_EXPERTS
+    return _DECODE_E4M3 if dtype == E4M3 else _DECODE_LAYERS
 
 
 # What fields add to the symbol: a text for any value, or texts for some.
@@ -215,7 +228,7 @@ class DecodeSpec(_FamilyKernel):
     }
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        shapes = DECODE_EXPERT_SHAPES if self.kind == "experts" else DECODE_SHAPES
+        shapes = decode_shapes(self.dtype, self.kind)
         clusters = sorted({shape[1] for shape in shapes if shape[0] == self.columns})
         tokens = tuple(shape[2] for shape in shapes if shape[:2] == (self.columns, self.cluster))
         kinds = DECODE_KINDS[:2] if self.dtype == E4M3 else DECODE_KINDS
@@ -591,7 +604,7 @@ def all_specs() -> tuple[Spec, ...]:
             DecodeSpec(d, kind, *shape)
             for d in WEIGHTS
             for kind in DECODE_KINDS[: 2 if d == E4M3 else 3]
-            for shape in (DECODE_EXPERT_SHAPES if kind == "experts" else DECODE_SHAPES)
+            for shape in decode_shapes(d, kind)
         ),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),

@@ -7,8 +7,9 @@ The rule: a kernel that is launched so waits once, before it reads or writes glo
 only after that. Then it ends after all kernels before it, and whoever has waited for it finds the writes of all. A
 kernel that did not wait could end before the one ahead of it, and the next one would not notice. One whose threads all
 wait may let the next one start at once, by ``start_next_early``, since it ends after them all the same: that saves the
-set-up of the next one where kernels take microseconds, and costs room on multiprocessors. A kernel launched
-without ``use_pdl`` starts when all before it have ended, and lets the next one go whenever it likes.
+set-up of the next one where kernels take microseconds, and costs room on multiprocessors. Behind a kernel of its own
+pass that keeps the rule some threads may read what that one does not write, as those of decode_e4m3.py do. A kernel
+launched without ``use_pdl`` starts when all before it have ended, and lets the next one go whenever it likes.
 """
 
 import cutlass.cute as cute

@@ -109,10 +109,11 @@ class Decode(Lists):
         self.sum_stages, self.stages = {1: (3, 4), 2: (2, 3), 4: (2, 4) if self.shares else (1, 2)}[self.n_frags]
         # warps that issue copies: a warp issues one in 50 ns
         self.issuers = 2 if self.cluster == 1 else 4
-        # product warps that need more registers for x and y get those of one more warpgroup
-        self.splits = self.k_frags * self.n_frags * 6 > 120
+        # with many tokens product warps get registers of those that others do not need
+        self.splits = self.n_frags >= 4
         if self.splits:
-            groups = 1 if self.columns >= 1024 else 2
+            # x of e4m3 takes fewer, which leaves room for more warps that issue copies
+            groups = 1 if self.columns >= 1024 and self.word == 2 else 2
             self.registers = ((216, 72), (208, 48))[groups - 1]
             self.issuers = 4 * groups - 1 - int(self.cluster > 1) - int(self.shares)
         self.rows = -(-ROWS // self.issuers)
@@ -208,7 +209,7 @@ class Decode(Lists):
         at = Place(thread, warp, thread & 31, rank, cluster, clusters, Int32(0), left, width)
         launch.start_next_early()
         self.open(s, at)
-        cute.arch.griddepcontrol_wait()
+        self.wait_for_kernel_before(o, at)
         tiles = self.count_tiles(o, s, at)
         at = at._replace(tiles=cutlass.max(tiles - cluster + clusters - 1, Int32(0)) // clusters)
         if warp < WARPS:
@@ -269,6 +270,10 @@ class Decode(Lists):
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
+
+    def wait_for_kernel_before(self, o: Any, at: Place) -> None:
+        """Wait before anything is read; see decode_e4m3.py."""
+        cute.arch.griddepcontrol_wait()
 
     # ---- tiles of a plain layer; see decode_experts.py ----
 

@@ -16,7 +16,7 @@ from ..common.mma import load_matrices_transposed, mma_16x8x16
 from ..common.values import high_to_float, low_to_float, pack, unpack_e4m3
 from ..specs import DecodeSpec
 from . import decode
-from .decode_list import Shared
+from .decode_list import WARPS, Place, Shared
 
 
 class Operands(NamedTuple):
@@ -36,6 +36,7 @@ class Operands(NamedTuple):
     activation: Any
     b_down: Any
     parts: Any
+    early: Any  # whether the kernel before writes no weight, so that copies of weights need not wait for it
     y: Any
 
 
@@ -44,6 +45,13 @@ class DecodeE4m3(decode.Decode):
 
     scaled, counts = True, False
     operands: Any = Operands
+
+    @cute.jit
+    def wait_for_kernel_before(self, o: Any, at: Place):
+        """Warps that copy weights wait only for a kernel that may write these."""
+        copies = (at.warp >= WARPS) & (at.warp < self.sender)
+        if (o.early == 0) | (not copies):
+            cute.arch.griddepcontrol_wait()
 
     @cute.jit
     def mma(self, sums: Any, *fragments: Any) -> Any:
@@ -101,4 +109,4 @@ def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
     matrices += [operands.bytes_by_rows(cutlass.Uint8, n, k), operands.vector(Float32, k)]
     biases = [operands.bias(cutlass.BFloat16) for _ in range(3)]
     last = *biases[:2], *[Int32(1)] * 2, biases[2], operands.vector(Float32, cute.sym_int32())
-    return DecodeE4m3(spec), (*matrices, *last, operands.rows(cutlass.BFloat16, m, k), Int32(1))
+    return DecodeE4m3(spec), (*matrices, *last, Int32(1), operands.rows(cutlass.BFloat16, m, k), Int32(1))

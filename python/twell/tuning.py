@@ -62,9 +62,12 @@ def decode(dtype: torch.dtype, m: int, k: int, kind: str, family: str = specs.SM
 
     ``kind``: "plain", "gated" or "experts".
     """
-    shapes = specs.DECODE_EXPERT_SHAPES if kind == "experts" else specs.DECODE_SHAPES
+    name = dtype_name(dtype)
+    shapes = specs.decode_shapes(name, kind)
     shape = next((each for each in shapes if k <= each[0] * each[1] and 0 < m <= each[2]), None)
-    return None if family != specs.SM90 or shape is None else specs.DecodeSpec(dtype_name(dtype), kind, *shape)
+    if family != specs.SM90 or name not in specs.WEIGHTS or shape is None:
+        return None
+    return specs.DecodeSpec(name, kind, *shape)
 
 
 # Most tokens whose clusters have so many CTAs, and non-zeros of a token that is never heavy; with more tokens clusters

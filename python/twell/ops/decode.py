@@ -39,8 +39,9 @@ def launch(p: Program, layer: Views, y: View, aux: View | None, activation: Acti
     matrices = *launched(x), *first, *(first if w_up is None else launched(w_up)), *down
     biases = [bias_view(p, bias, y.dtype) for bias in (b_gate, b_up, b_down)]
     form = threshold_pair(activation, y.dtype), activation.code()
-    figures = () if spec.dtype == specs.E4M3 else (bias_view(p, aux, torch.float32),)
-    p.launch(spec, *matrices, *biases[:2], *form, biases[2], sums, *figures, y, clusters)
+    # the kernel that quantises tokens, if there is one, lets the next start when its own wait is over
+    own = int(bool(p.launches)) if spec.dtype == specs.E4M3 else bias_view(p, aux, torch.float32)
+    p.launch(spec, *matrices, *biases[:2], *form, biases[2], sums, own, y, clusters)
 
 
 def launch_experts(
