@@ -119,21 +119,11 @@ class Compact:
         self.shared = check(Shared)
         if const_expr(self.training):
             self.locators = LOCATORS if architecture.at_least(90) else 1
-            self.locate(stats, chunks, sizes, popularity).launch(
-                grid=(self.locators, 1, 1),
-                block=(THREADS, 1, 1),
-                cluster=(self.locators, 1, 1) if self.locators > 1 else None,
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            locate = self.locate(stats, chunks, sizes, popularity)
+            launch.start(locate, self.locators, THREADS, stream, cluster=self.locators)
         if words.shape[0] > 0:
-            self.compact(words, spill, entries, neurons, chunks, sizes, popularity, l1, *more).launch(
-                grid=(chunks.shape[0], 1, 1),
-                block=(THREADS, 1, 1),
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            compact = self.compact(words, spill, entries, neurons, chunks, sizes, popularity, l1, *more)
+            launch.start(compact, chunks.shape[0], THREADS, stream, ctas_per_sm=1)
 
     # ---- the two kernels ----
 
@@ -147,8 +137,7 @@ class Compact:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta, tiles = cute.arch.block_idx()[0], chunks.shape[0]
         sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         for i in cutlass.range(cta * THREADS + thread, popularity.shape[0], self.locators * THREADS, unroll=1):
             popularity[i] = Int32(0)
         # neighbouring tiles go to different CTAs
@@ -235,8 +224,7 @@ class Compact:
         shared = SmemAllocator().allocate(self.shared)
         s = self.views(shared, chunks.shape[1] - 1, Int32(1))
         quads = cute.make_rmem_tensor((4, OWN), Uint32)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         count, columns = size, words.shape[1]
         if by_place != 0:
             # no words are written behind the end of the list
@@ -778,7 +766,6 @@ class Compact:
 
 
 def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, b = cute.sym_int32(), cute.sym_int32()
     arguments = (

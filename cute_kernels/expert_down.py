@@ -114,7 +114,6 @@ class ExpertDown(UpDownToken):
 
 
 def signature(spec: ExpertDownSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, m, pairs = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32()
     k = cute.sym_int32(divisibility=8)
     return ExpertDown(spec), (

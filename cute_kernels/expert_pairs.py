@@ -59,12 +59,7 @@ class ExpertPairs:
         o = Operands(*given)
         count = o.pairs.shape[0]
         if count > 0:
-            self.kernel(o).launch(
-                grid=(cutlass.min(cute.ceil_div(count, WARPS), max_ctas), 1, 1),
-                block=(THREADS, 1, 1),
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            launch.start(self.kernel(o), cutlass.min(cute.ceil_div(count, WARPS), max_ctas), THREADS, stream)
 
     @cute.kernel
     def kernel(self, o: Operands):
@@ -77,8 +72,7 @@ class ExpertPairs:
         for expert in range_constexpr(OWN):
             counts[thread + expert * THREADS] = Int32(0)
             earlier[thread + expert * THREADS] = Int32(0)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         if cta == 0:
             clear_arrivals(o.arrivals, thread, THREADS)
         cute.arch.sync_threads()
@@ -149,7 +143,6 @@ class ExpertPairs:
 
 
 def signature(spec: ExpertPairsSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, k = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8)
     return ExpertPairs(), (
         operands.matrix(Int32, cute.sym_int32(), cute.sym_int32()),

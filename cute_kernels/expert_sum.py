@@ -34,20 +34,14 @@ class ExpertSum:
     def __call__(self, z: cute.Tensor, pairs: cute.Tensor, scales: cute.Tensor, y: cute.Tensor, stream: cuda.CUstream):
         pieces = y.shape[0] * (y.shape[1] // 8)
         if pieces > 0:
-            self.kernel(Operands(z, pairs, scales, y)).launch(
-                grid=(cute.ceil_div(pieces, THREADS), 1, 1),
-                block=(THREADS, 1, 1),
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            launch.start(self.kernel(Operands(z, pairs, scales, y)), cute.ceil_div(pieces, THREADS), THREADS, stream)
 
     @cute.kernel
     def kernel(self, o: Operands):
         piece = cute.arch.block_idx()[0] * THREADS + cute.arch.thread_idx()[0]
         pieces, top = o.y.shape[1] // 8, o.scales.shape[1]
         token, column = piece // pieces, piece % pieces * 8
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         if token < o.y.shape[0]:
             sums, values = (cute.make_rmem_tensor((8,), Float32) for _ in range(2))
             sums.fill(0.0)
@@ -72,7 +66,6 @@ class ExpertSum:
 
 
 def signature(spec: ExpertSumSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, m, k = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32(divisibility=8)
     return ExpertSum(spec), (
         operands.rows(dtype if spec.rounded else Float32, cute.sym_int32(), k),

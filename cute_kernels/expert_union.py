@@ -47,12 +47,7 @@ class ExpertUnion:
         *given, most, stream = arguments
         o = Operands(*given)
         if o.units.shape[0] > 0:
-            self.kernel(o).launch(
-                grid=(o.units.shape[0], cute.ceil_div(most, PAIRS), 1),
-                block=(THREADS, 1, 1),
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            launch.start(self.kernel(o), (o.units.shape[0], cute.ceil_div(most, PAIRS)), THREADS, stream)
 
     @cute.kernel
     def kernel(self, o: Operands):
@@ -60,8 +55,7 @@ class ExpertUnion:
         unit, part, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=16)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         pairs = o.units[unit, 2] if unit < o.total[0] else Int32(0)
         if part * PAIRS < pairs:
             first, size = o.units[unit, 1], Int32(0)
@@ -123,7 +117,6 @@ class ExpertUnion:
 
 
 def signature(spec: ExpertUnionSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, pairs, units = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32()
     n = cute.sym_int32(divisibility=8)
     return ExpertUnion(), (

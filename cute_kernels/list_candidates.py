@@ -30,9 +30,7 @@ class ListCandidates:
         """The operands of `kernel` and the stream."""
         candidates, *rest, stream = arguments
         if candidates.shape[0] > 0:
-            self.kernel(candidates, *rest).launch(
-                grid=(candidates.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
-            )
+            launch.start(self.kernel(candidates, *rest), candidates.shape[0], THREADS, stream)
 
     @cute.kernel
     def kernel(self, candidates: cute.Tensor, neurons: cute.Tensor, sizes: cute.Tensor, stats: cute.Tensor):
@@ -40,8 +38,7 @@ class ListCandidates:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         tile = cute.arch.block_idx()[0]
         sums = SmemAllocator().allocate_tensor(Int32, cute.make_layout(WARPS))
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         for group in cutlass.range(tile * GROUPS, cutlass.min((tile + 1) * GROUPS, stats.shape[0]), unroll=1):
             for i in cutlass.range(thread, stats.shape[1] * 2, THREADS, unroll=1):
                 stats[group, i // 2, i % 2] = Int32(0)
@@ -68,7 +65,6 @@ class ListCandidates:
 
 
 def signature(spec: ListCandidatesSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     b = cute.sym_int32()
     arguments = (
         operands.matrix(Int32, b, cute.sym_int32(divisibility=8)),

@@ -82,7 +82,6 @@ class ByteTranspose(MatrixTranspose):
 
 
 def signature(spec: MatrixTransposeSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     if spec.bits == 8:
         r, c = cute.sym_int32(divisibility=16), cute.sym_int32(divisibility=16)
         return ByteTranspose(), (

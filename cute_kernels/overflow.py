@@ -214,19 +214,12 @@ class Overflow:
 
         self.shared = feasible.check_portable_memory(Memory)
         *given, max_ctas, stream = arguments
-        self.kernel(Operands(*given)).launch(
-            grid=(max_ctas, 1, 1),
-            block=(THREADS, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=launch.overlaps(),
-        )
+        launch.start(self.kernel(Operands(*given)), max_ctas, THREADS, stream, ctas_per_sm=1)
 
     @cute.kernel
     def kernel(self, o: Operands):
         memory = SmemAllocator().allocate(self.shared)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         if o.sizes[o.sizes.shape[0] - 1] > o.capacity:
             # the team is read again where it is needed, so it takes no registers in the main loops
             s = Shared(
@@ -583,7 +576,6 @@ def rows_of(matrix: Any, first: Int32, count: Int32) -> Any:
 
 
 def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, n, k = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
 
     def matrices(count: int, columns: Any = k, dtype: Any = dtype) -> list[Any]:

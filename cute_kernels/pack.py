@@ -44,9 +44,7 @@ class Pack:
         groups, tiles = stats.shape[0], stats.shape[1]
         columns = cute.ceil_div(tiles, TILES)
         if groups > 0:
-            self.kernel(gate, words, spill, stats, *rest, columns).launch(
-                grid=(groups * columns, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=launch.overlaps()
-            )
+            launch.start(self.kernel(gate, words, spill, stats, *rest, columns), groups * columns, 32 * WARPS, stream)
 
     @cute.kernel
     def kernel(
@@ -69,8 +67,7 @@ class Pack:
         counts = SmemAllocator().allocate_tensor(Int32, cute.make_layout((WARPS, TILES)))
         m = group * WARPS + warp
         exists = m < gate.shape[0]
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
 
         if block == 0:
             clear_arrivals(arrivals, thread, 32 * WARPS)
@@ -156,7 +153,6 @@ class Pack:
 
 
 def signature(spec: PackSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
     return Pack(spec), (

@@ -113,15 +113,9 @@ class QuantizeGate:
     ) -> None:
         """Launch the kernel for rows of all columns of the class, or of fewer."""
         warps = self.warps if whole else self.partial_warps
-        ctas = cute.ceil_div(o.rows.shape[0], warps // self.segments)
-        self.kernel(o, *shifts, whole).launch(
-            grid=(cutlass.min(ctas, multiprocessors * self.ctas), 1, 1),
-            block=(32 * warps, 1, 1),
-            min_blocks_per_mp=self.ctas,
-            preferred_smem_carveout=100,
-            stream=stream,
-            use_pdl=launch.overlaps(),
-        )
+        ctas = cutlass.min(cute.ceil_div(o.rows.shape[0], warps // self.segments), multiprocessors * self.ctas)
+        kernel = self.kernel(o, *shifts, whole)
+        launch.start(kernel, ctas, 32 * warps, stream, ctas_per_sm=self.ctas, carveout=100)
 
     @cute.kernel
     def kernel(self, o: Operands, shift: Int32, other_shift: Int32, whole: cutlass.Constexpr):
@@ -144,8 +138,7 @@ class QuantizeGate:
         self.draw_dithers(s, (shift, other_shift), thread, 32 * warps)
         signs = self.draw_signs(start, lane)
         matrices = self.draw_matrices(power, whole, lane)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         cute.arch.sync_threads()
 
         rows = warps // self.segments
@@ -452,7 +445,6 @@ class QuantizeGate:
 
 
 def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     m, k = cute.sym_int32(), cute.sym_int32(divisibility=8)
     arguments = (
         operands.rows(operands.DTYPES[spec.dtype], m, k),

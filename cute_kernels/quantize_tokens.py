@@ -62,20 +62,14 @@ class QuantizeTokens:
         o = Operands(x, given, q, scale)
         if x.shape[0] > 0:
             rows = WARPS // warps_of(x.shape[1])
-            self.kernel(o).launch(
-                grid=(cute.ceil_div(x.shape[0], rows), 1, 1),
-                block=(THREADS, 1, 1),
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            launch.start(self.kernel(o), cute.ceil_div(x.shape[0], rows), THREADS, stream)
 
     @cute.kernel
     def kernel(self, o: Operands):
         lane = cute.arch.lane_idx()
         warp, share = cute.arch.make_warp_uniform(cute.arch.warp_idx()), warps_of(o.x.shape[1])
         maxima = cute.make_tensor(SmemAllocator().allocate_array(Uint32, WARPS), cute.make_layout(WARPS))
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         m = cute.arch.block_idx()[0] * (WARPS // share) + warp // share
         exists = m < o.x.shape[0]
         first, step = (warp % share * 32 + lane) * 8, share * 256
@@ -138,16 +132,13 @@ class QuantizeHidden(QuantizeTokens):
         *given, stream = arguments
         o = Hidden(*given)
         if o.gate.shape[0] > 0:
-            self.kernel(o).launch(
-                grid=(o.gate.shape[0], 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
-            )
+            launch.start(self.kernel(o), o.gate.shape[0], THREADS, stream)
 
     @cute.kernel
     def kernel(self, o: Hidden):
         thread, m = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         maxima = cute.make_tensor(SmemAllocator().allocate_array(Uint32, WARPS), cute.make_layout(WARPS))
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         values, pair = cute.make_rmem_tensor((4, BATCH), Uint32), Uint32(0)
         columns = o.gate.shape[1]
         for first in cutlass.range(8 * thread, columns, BATCH * 8 * THREADS, unroll=1):
@@ -253,7 +244,6 @@ def store_quantized(q, m: Int32, column: Int32, quad, inverse: Float32, words, d
 
 
 def signature(spec: QuantizeTokensSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, m, k = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32(divisibility=16)
     matrix = operands.rows(dtype, m, k)
     if spec.source == "tokens":

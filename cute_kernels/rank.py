@@ -34,9 +34,7 @@ class Rank:
         n = popularity.shape[0]
         share = cute.ceil_div(cute.ceil_div(n, max_ctas), OWN) * OWN
         share = cutlass.min(cutlass.max(share, Int32(LEAST)), Int32(MOST))
-        self.kernel(popularity, *rest, share).launch(
-            grid=(cute.ceil_div(n, share), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
-        )
+        launch.start(self.kernel(popularity, *rest, share), cute.ceil_div(n, share), THREADS, stream)
 
     @cute.kernel
     def kernel(
@@ -51,8 +49,7 @@ class Rank:
         counts = shared.allocate_tensor(Float32, cute.make_layout(THREADS * OWN), byte_alignment=16)
         own, before = cute.make_rmem_tensor((OWN,), Int32), cute.make_rmem_tensor((OWN,), Float32)
         before.fill(0.0)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         for i in cutlass.range(cta * THREADS + thread, arrivals.shape[0], cute.arch.grid_dim()[0] * THREADS, unroll=1):
             arrivals[i] = Int32(0)
         # some threads of the last slice, and of the last CTA, have nothing to do
@@ -125,7 +122,6 @@ def add_if_greater(count: Float32, a: Int32, b: Int32) -> Float32:
 
 
 def signature(spec: RankSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     n = cute.sym_int32(divisibility=8)
     vectors = (operands.vector(Int32, n) for _ in range(3))
     return Rank(), (*vectors, operands.vector(Int32, cute.sym_int32()), Int32(1))

@@ -43,9 +43,7 @@ class _Elementwise:
         # one block even for fewer than eight values: it handles the remainder
         blocks = cutlass.max(cute.ceil_div(size // VECTOR, THREADS * self.vectors), 1)
         if size > 0:
-            self.kernel(sources, targets, form, rows, size).launch(
-                grid=(Int32(blocks), 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=launch.overlaps()
-            )
+            launch.start(self.kernel(sources, targets, form, rows, size), Int32(blocks), THREADS, stream)
 
     @cute.kernel
     def kernel(self, sources: Any, targets: Any, form: Any, rows: Any, size: Int64):
@@ -54,8 +52,7 @@ class _Elementwise:
         first = Int64(block) * (THREADS * self.vectors) + thread
         last = cutlass.max(vectors - 1, 0)
         places = [self.place(cutlass.min(first + i * THREADS, last), rows) for i in range(self.vectors)]
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         if vectors > 0:
             held = []
             for i in range_constexpr(self.vectors):
@@ -157,7 +154,6 @@ class RegluBackward(_Elementwise):
 
 
 def signature(spec: RegluSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, size = operands.DTYPES[spec.dtype], cute.sym_int64()
     form = Int32(1), Int32(1)
     if spec.backward:

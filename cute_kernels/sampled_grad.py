@@ -19,5 +19,4 @@ class PortableGrad(portable.SampledProduct, SampledGradForm):
 
 
 def signature(spec: SampledGradSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return (HopperGrad if spec.family == SM90 else PortableGrad)(spec), grad_arguments(spec)

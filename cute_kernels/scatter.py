@@ -31,9 +31,7 @@ class Scatter:
         values, entries, neurons, *rest, stream = arguments
         tiles = neurons.shape[0]
         if tiles > 0:
-            self.kernel(values, entries, neurons, *rest).launch(
-                grid=(tiles, PARTS, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=launch.overlaps()
-            )
+            launch.start(self.kernel(values, entries, neurons, *rest), (tiles, PARTS), 32 * WARPS, stream)
 
     @cute.kernel
     def kernel(
@@ -48,8 +46,7 @@ class Scatter:
     ):
         (tile, part, _), lane = cute.arch.block_idx(), cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         count = (sizes[tile] + geometry.CHUNK - 1) // geometry.CHUNK
         if sizes[sizes.shape[0] - 1] > capacity:
             count = Int32(0)
@@ -63,7 +60,6 @@ class Scatter:
 
 
 def signature(spec: ScatterSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     tiles, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
     neurons, chunks, sizes = operands.lists(tiles)
     return Scatter(), (

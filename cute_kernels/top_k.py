@@ -38,9 +38,7 @@ class TopK:
         positive, and the last neuron.
         """
         if gate.shape[0] > 0:
-            self.kernel(gate, levels, k, infinity).launch(
-                grid=(gate.shape[0], 1, 1), block=(self.threads, 1, 1), stream=stream, use_pdl=launch.overlaps()
-            )
+            launch.start(self.kernel(gate, levels, k, infinity), gate.shape[0], self.threads, stream)
 
     @cute.kernel
     def kernel(self, gate: cute.Tensor, levels: cute.Tensor, k: Int32, infinity: Int32):
@@ -50,8 +48,7 @@ class TopK:
         # of two trials in turn, so that one barrier for each is enough
         sums = shared.allocate_tensor(Int32, cute.make_layout((2, self.warps)))
         ties = shared.allocate_tensor(Int32, cute.make_layout(self.quads * self.warps))
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         pairs = cute.make_rmem_tensor((4, self.quads), Uint32)
         for q in range_constexpr(self.quads):
             self.load(gate, token, self.neuron(q, thread), pairs[None, q], infinity)
@@ -153,7 +150,6 @@ class TopK:
 
 
 def signature(spec: TopKSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     m = cute.sym_int32()
     gate = operands.rows(Int16, m, cute.sym_int32(divisibility=8))
     return TopK(spec), (gate, operands.matrix(Int32, m, 2), Int32(1), Int32(1))

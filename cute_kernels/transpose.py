@@ -131,27 +131,12 @@ class Transpose:
         results = ByNeuron(*lists)
         capacity = d_gate.shape[0]
         if chunks.shape[0] > 0:
-            self.count(hybrid, results.groups, capacity).launch(
-                grid=(chunks.shape[0], 1, 1),
-                block=(THREADS, 1, 1),
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
-        self.scan(sizes, results.groups, results.tiles, capacity).launch(
-            grid=(cute.ceil_div(results.tiles.shape[0], SCAN_WARPS), 1, 1),
-            block=(32 * SCAN_WARPS, 1, 1),
-            stream=stream,
-            use_pdl=launch.overlaps(),
-        )
+            launch.start(self.count(hybrid, results.groups, capacity), chunks.shape[0], THREADS, stream, ctas_per_sm=1)
+        scan = self.scan(sizes, results.groups, results.tiles, capacity)
+        launch.start(scan, cute.ceil_div(results.tiles.shape[0], SCAN_WARPS), 32 * SCAN_WARPS, stream)
         if chunks.shape[0] > 0:
-            self.place(hybrid, Coefficients(up, d_gate, d_up), results, activation).launch(
-                grid=(chunks.shape[0], 1, 1),
-                block=(THREADS, 1, 1),
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            place = self.place(hybrid, Coefficients(up, d_gate, d_up), results, activation)
+            launch.start(place, chunks.shape[0], THREADS, stream, ctas_per_sm=1)
 
     # ---- the three kernels ----
 
@@ -159,8 +144,7 @@ class Transpose:
     def count(self, hybrid: Hybrid, groups: cute.Tensor, capacity: Int32):
         at = self.thread_index()
         s, _ = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         if hybrid.sizes[hybrid.chunks.shape[0]] <= capacity:
             listed = self.load_list(s, hybrid, at)
             total = groups.shape[0]
@@ -184,8 +168,7 @@ class Transpose:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         r = cute.arch.block_idx()[0] * SCAN_WARPS + warp
         token_tiles = groups.shape[1]
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         if r < tiles.shape[0] and sizes[token_tiles] <= capacity:
             entries, tokens = Int32(0), Int32(0)
             own = cute.make_rmem_tensor((2, BATCHES), Int32)
@@ -497,7 +480,6 @@ class Transpose:
 
 
 def signature(spec: TransposeSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     b, r, p, q = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), cute.sym_int32()
     arguments = (

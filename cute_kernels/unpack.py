@@ -75,7 +75,6 @@ class Unpack:
 
 
 def signature(spec: UnpackSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
     return Unpack(spec), (*operands.packed(dtype, m), operands.rows(dtype, m, n), Int32(1))

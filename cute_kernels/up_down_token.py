@@ -572,15 +572,8 @@ class UpDownToken:
         """Launch the kernel."""
         tokens = o.y.shape[0]
         if tokens > 0:
-            self.kernel(o).launch(
-                grid=(self.cluster * (tokens + o.helpers), 1, 1),
-                block=(THREADS, 1, 1),
-                cluster=(self.cluster, 1, 1) if const_expr(self.cluster > 1) else None,
-                min_blocks_per_mp=self.ctas_per_sm,
-                preferred_smem_carveout=100,
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            ctas, limits = self.cluster * (tokens + o.helpers), {"ctas_per_sm": self.ctas_per_sm, "carveout": 100}
+            launch.start(self.kernel(o), ctas, THREADS, stream, cluster=self.cluster, **limits)
 
     @cute.kernel
     def kernel(self, o: Operands):
@@ -588,8 +581,7 @@ class UpDownToken:
         rank, index = block % self.cluster, block // self.cluster
         s, k = self.team.views(SmemAllocator().allocate(self.shared)), o.y.shape[1]
         self.team.begin(s)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         if const_expr(self.cluster > 1):
             cute.arch.cluster_wait()
         at, limit = self.team.thread_index(k, rank), o.limit
@@ -599,7 +591,6 @@ class UpDownToken:
 
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
     n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     return UpDownToken(spec), (

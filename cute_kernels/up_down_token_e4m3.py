@@ -119,7 +119,6 @@ class UpDownTokenE4m3(UpDownToken):
 
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
     n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16)
     return UpDownTokenE4m3(spec), (

@@ -40,12 +40,8 @@ class Window:
         gate, *rest, stream = arguments
         tiles = cute.ceil_div(gate.shape[1], geometry.TILE)
         if gate.shape[0] > 0:
-            self.kernel(gate, *rest, tiles).launch(
-                grid=(cute.ceil_div(gate.shape[0], ROWS) * tiles, 1, 1),
-                block=(32 * WARPS, 1, 1),
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            ctas = cute.ceil_div(gate.shape[0], ROWS) * tiles
+            launch.start(self.kernel(gate, *rest, tiles), ctas, 32 * WARPS, stream)
 
     @cute.kernel
     def kernel(
@@ -63,8 +59,7 @@ class Window:
         first, tile = block // tiles * ROWS + warp, block % tiles * geometry.TILE
         neuron = tile + lane * 8
         sums = SmemAllocator().allocate_tensor(Uint32, cute.make_layout((32, WARPS, 2 * KINDS)))
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
 
         bounds = cute.make_rmem_tensor((4, 3), Uint32)
         for i, source in enumerate((level, below, above)):
@@ -120,7 +115,6 @@ class Window:
 
 
 def signature(spec: WindowSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype = operands.DTYPES[spec.dtype]
     m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
     return Window(spec), (

@@ -1,7 +1,6 @@
 """Programmatic dependent launch, where the architecture has it: from sm_90 on.
 
-Kernels are launched with ``use_pdl=launch.overlaps()``. Elsewhere they follow each other, and the calls below are
-nothing.
+Kernels are launched by ``start``. Elsewhere they follow each other, and the waits below are nothing.
 
 The rule: a kernel that is launched so waits once, before it reads or writes global memory, and lets the next one start
 only after that. Then it ends after all kernels before it, and whoever has waited for it finds the writes of all. A
@@ -12,6 +11,8 @@ pass that keeps the rule some threads may read what that one does not write, as 
 launched without ``use_pdl`` starts when all before it have ended, and lets the next one go whenever it likes.
 """
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import const_expr
 
@@ -21,6 +22,27 @@ from .architecture import at_least
 def overlaps() -> bool:
     """Whether a kernel may start while the one before it runs."""
     return at_least(90)
+
+
+def start(
+    kernel: Any,
+    grid: Any,
+    threads: Any,
+    stream: Any,
+    cluster: int = 1,
+    ctas_per_sm: int = 0,
+    carveout: int | None = None,
+) -> None:
+    """Launch a kernel that keeps the rule; `ctas_per_sm` bounds registers, `carveout` is a percentage of the L1."""
+    kernel.launch(
+        grid=grid,
+        block=threads,
+        cluster=(cluster, 1, 1) if cluster > 1 else None,
+        min_blocks_per_mp=ctas_per_sm,
+        preferred_smem_carveout=carveout,
+        stream=stream,
+        use_pdl=overlaps(),
+    )
 
 
 @cute.jit
@@ -35,6 +57,13 @@ def griddepcontrol_launch_dependents() -> None:
     """Let the next kernel start."""
     if const_expr(overlaps()):
         cute.arch.griddepcontrol_launch_dependents()
+
+
+@cute.jit
+def wait() -> None:
+    """Wait for the kernel before this one, then let the next one start."""
+    griddepcontrol_wait()
+    griddepcontrol_launch_dependents()
 
 
 @cute.jit

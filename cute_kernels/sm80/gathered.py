@@ -36,28 +36,15 @@ class Gathered(GatheredForm, SparseProduct):
         if data.units > 0:
             # the kernel that can flush sums needs more registers
             if data.flushed.shape[0] > 0:
-                self.kernel(data, capacity, True).launch(
-                    grid=(ctas, 1, 1),
-                    block=(THREADS, 1, 1),
-                    min_blocks_per_mp=1,
-                    stream=stream,
-                    use_pdl=launch.overlaps(),
-                )
+                launch.start(self.kernel(data, capacity, True), ctas, THREADS, stream, ctas_per_sm=1)
             else:
-                self.kernel(data, capacity, False).launch(
-                    grid=(ctas, 1, 1),
-                    block=(THREADS, 1, 1),
-                    min_blocks_per_mp=1,
-                    stream=stream,
-                    use_pdl=launch.overlaps(),
-                )
+                launch.start(self.kernel(data, capacity, False), ctas, THREADS, stream, ctas_per_sm=1)
 
     @cute.kernel
     def kernel(self, data: Operands, capacity: Int32, long: cutlass.Constexpr):
         at = thread_index()
         shared = SmemAllocator().allocate(self.shared)
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         data = data._replace(order=shared.order.get_tensor(cute.make_layout(SORTED)))
         if data.sizes[data.sizes.shape[0] - 1] <= capacity:
             self.sort_tiles(data, shared.values.data_ptr(), THREADS, at.thread)
@@ -105,5 +92,4 @@ class Gathered(GatheredForm, SparseProduct):
 
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return Gathered(spec), arguments(spec)

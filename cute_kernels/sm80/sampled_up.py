@@ -61,13 +61,7 @@ class SampledProduct(Product, Sampler):
         assert TILE_M * STAGED * 2 <= STAGES * self.stage_values
         self.shared = feasible.check_portable_memory(Shared)
         if o.x.shape[0] > 0:
-            self.kernel(o, capacity).launch(
-                grid=(max_ctas, 1, 1),
-                block=(THREADS, 1, 1),
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=launch.overlaps(),
-            )
+            launch.start(self.kernel(o, capacity), max_ctas, THREADS, stream, ctas_per_sm=1)
 
     @cute.kernel
     def kernel(self, o: Operands, capacity: Int32):
@@ -79,8 +73,7 @@ class SampledProduct(Product, Sampler):
             cute.make_tensor(cute.recast_ptr(ring, dtype=Float32), cute.make_layout(TILE_M * STAGED)),
             shared.totals.get_tensor(cute.make_layout(TILE_N // STAGED * (THREADS // 32))),
         )
-        launch.griddepcontrol_wait()
-        launch.griddepcontrol_launch_dependents()
+        launch.wait()
         if o.sizes[o.sizes.shape[0] - 1] <= capacity:
             self.compute_units(o, s, at)
 
@@ -162,5 +155,4 @@ class SampledUp(SampledProduct, SampledUpForm):
 
 
 def signature(spec: SampledUpSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return SampledUp(spec), up_arguments(spec)

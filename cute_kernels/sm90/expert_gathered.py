@@ -27,7 +27,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
-from ..common import operands
+from ..common import launch, operands
 from ..specs import ExpertGatheredSpec
 from .copies import Transfer, partition, tma_load
 from .ring import open_ring, release
@@ -108,14 +108,9 @@ class ExpertGathered:
         h = tma_load(compact, h_layout, (self.tokens, TILE_K))
         tiles = o.units.shape[0] * cute.ceil_div(self.columns_of(o), COLUMNS)
         if tiles > 0:
-            self.kernel(h, o, mma, h_layout, w_layout).launch(
-                grid=(cutlass.min(tiles, self.ctas_per_sm * multiprocessors), 1, 1),
-                block=(THREADS, 1, 1),
-                min_blocks_per_mp=self.ctas_per_sm,
-                preferred_smem_carveout=100,
-                stream=stream,
-                use_pdl=True,
-            )
+            kernel = self.kernel(h, o, mma, h_layout, w_layout)
+            ctas = cutlass.min(tiles, self.ctas_per_sm * multiprocessors)
+            launch.start(kernel, ctas, THREADS, stream, ctas_per_sm=self.ctas_per_sm, carveout=100)
 
     @cute.kernel
     def kernel(
@@ -130,8 +125,7 @@ class ExpertGathered:
         sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         sH = shared.sH.get_tensor(h_layout.outer, swizzle=h_layout.inner)
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.wait()
         tiles = o.total[0] * cute.ceil_div(self.columns_of(o), COLUMNS)
         if warp >= MMA_WARPS:
             self.fill(ring, h, shared.sW.data_ptr(), sH, o, tiles, thread - 32 * MMA_WARPS, warp)
@@ -228,7 +222,6 @@ class ExpertGathered:
 
 
 def signature(spec: ExpertGatheredSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, pairs, units = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32()
     k = cute.sym_int32(divisibility=8)
     return ExpertGathered(spec), (

@@ -59,7 +59,6 @@ class ExpertGatheredE4m3(E4m3Columns, ExpertGathered):
 
 
 def signature(spec: ExpertGatheredSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, pairs, units = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32()
     k = cute.sym_int32(divisibility=16)
     return ExpertGatheredE4m3(spec), (

@@ -34,7 +34,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
-from ..common import operands
+from ..common import launch, operands
 from ..common.activation import above, power
 from ..common.copies import address, store_values
 from ..common.experts import expert_of
@@ -141,15 +141,10 @@ class ExpertPack:
         units = o.units.shape[0] if o.units.shape[0] > 0 else o.pairs.shape[0]
         top = cute.ceil_div(o.pairs.shape[0], x.shape[0])
         if x.shape[0] > 0:
-            self.kernel(x_load, w_load, o, mma, x_layout, w_layout, top).launch(
-                grid=(self.cluster, cute.ceil_div(w.shape[1], TILE_N), units),
-                block=(32 * self.warps + 32, 1, 1),
-                cluster=(self.cluster, 1, 1),
-                min_blocks_per_mp=self.ctas_per_sm,
-                preferred_smem_carveout=100,
-                stream=stream,
-                use_pdl=True,
-            )
+            kernel = self.kernel(x_load, w_load, o, mma, x_layout, w_layout, top)
+            grid = self.cluster, cute.ceil_div(w.shape[1], TILE_N), units
+            limits = {"cluster": self.cluster, "ctas_per_sm": self.ctas_per_sm, "carveout": 100}
+            launch.start(kernel, grid, 32 * self.warps + 32, stream, **limits)
 
     @cute.kernel
     def kernel(
@@ -173,8 +168,7 @@ class ExpertPack:
         sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
         sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.wait()
         leads = column == 0 and rank == 0
         if leads and index == 0:
             clear_arrivals(o.arrivals, thread, 32 * self.warps + 32)
@@ -339,7 +333,6 @@ def fields(spec: ExpertPackSpec, n: Any) -> tuple[Any, ...]:
 
 
 def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     dtype, k, n = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     matrices = operands.rows(dtype, cute.sym_int32(), k), operands.slabs(dtype, cute.sym_int32(), n, k)
     return ExpertPack(spec), (*matrices, *fields(spec, n))

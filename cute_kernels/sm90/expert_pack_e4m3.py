@@ -36,7 +36,6 @@ class ExpertPackE4m3(ExpertPack):
 
 
 def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     rows, count = cute.sym_int32(), cute.sym_int32()
     k, n = cute.sym_int32(divisibility=16), cute.sym_int32(divisibility=8)
     return ExpertPackE4m3(spec), (

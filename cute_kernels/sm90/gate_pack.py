@@ -35,7 +35,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
-from ..common import operands
+from ..common import launch, operands
 from ..common.activation import above, level_of
 from ..common.copies import address, load_values, store_values
 from ..common.rows import clear_arrivals
@@ -175,14 +175,9 @@ class GatePack:
         total = m_tiles * n_tiles
         extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], self.tile_k), x.shape[0], w.shape[0])
         if total > 0:
-            self.kernel(*loads, o, mma, w_layout, x_layout, extent).launch(
-                grid=(self.cluster, 1, cutlass.min(total, max_clusters)),
-                block=(THREADS, 1, 1),
-                cluster=(self.cluster, 1, 1),
-                min_blocks_per_mp=1,
-                stream=stream,
-                use_pdl=True,
-            )
+            kernel = self.kernel(*loads, o, mma, w_layout, x_layout, extent)
+            grid = self.cluster, 1, cutlass.min(total, max_clusters)
+            launch.start(kernel, grid, THREADS, stream, cluster=self.cluster, ctas_per_sm=1)
 
     @cute.kernel
     def kernel(
@@ -213,8 +208,7 @@ class GatePack:
         # the first loads must not wait for this division
         first = self.tile_of(cute.arch.block_idx()[2], extent)
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.wait()
 
         if group == 0:
             cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)
@@ -508,5 +502,4 @@ class GatePack:
 
 
 def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return GatePack(spec), (*operands.gate_pack(spec.dtype), Int32(1))

@@ -110,5 +110,4 @@ class GatePackE4m3(GatePack):
 
 
 def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return GatePackE4m3(spec), (*operands.gate_pack(spec.dtype), Int32(1))

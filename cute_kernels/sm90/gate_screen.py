@@ -295,7 +295,6 @@ class GateScreen(GatePack):
 
 
 def signature(spec: GateScreenSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     arguments = (
         operands.bytes_by_rows(Int8, m, k),

@@ -25,6 +25,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
+from ..common import launch
 from ..common.activation import power_pair
 from ..common.copies import address
 from ..common.gathered import SORTED, TILE_M, TILE_N, GatheredForm, Operands, arguments
@@ -81,13 +82,9 @@ class Gathered(GatheredForm, SparseProduct):
         if data.units > 0:
             # the kernel that can flush sums is a tenth slower
             if data.flushed.shape[0] > 0:
-                self.kernel(*arguments, True).launch(
-                    grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
-                )
+                launch.start(self.kernel(*arguments, True), ctas, THREADS, stream, ctas_per_sm=1)
             else:
-                self.kernel(*arguments, False).launch(
-                    grid=(ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
-                )
+                launch.start(self.kernel(*arguments, False), ctas, THREADS, stream, ctas_per_sm=1)
 
     def products_of(self) -> Any:
         """The MMA, and the layouts of coefficients and of stages of rows in shared memory."""
@@ -112,8 +109,7 @@ class Gathered(GatheredForm, SparseProduct):
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
         ring = open_ring(shared, self.stages, GROUP_THREADS, MMA_WARPS, thread)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.wait()
         data = data._replace(order=shared.order.get_tensor(cute.make_layout(SORTED)))
         if data.sizes[data.sizes.shape[0] - 1] <= capacity:
             self.sort_tiles(data, shared.sB.data_ptr(), THREADS, thread)
@@ -196,5 +192,4 @@ class Gathered(GatheredForm, SparseProduct):
 
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return Gathered(spec), arguments(spec)

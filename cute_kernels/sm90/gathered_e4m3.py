@@ -194,5 +194,4 @@ class GatheredE4m3(E4m3Columns, Gathered):
 
 
 def signature(spec: GatheredSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return GatheredE4m3(spec), arguments(spec)

@@ -32,7 +32,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
-from ..common import operands
+from ..common import launch, operands
 from ..common.activation import level_of
 from ..common.copies import copy_async
 from ..common.swizzle import swizzle_piece
@@ -105,9 +105,8 @@ class SampledGate(GatePack):
         self.shared = feasible.check_shared_memory(Shared)
         o = Operands(*given)
         if x.shape[0] > 0:
-            self.kernel(x_load.atom, x_load.tensor, o, w_layout, x_layout).launch(
-                grid=(1, 1, max_ctas), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
-            )
+            kernel = self.kernel(x_load.atom, x_load.tensor, o, w_layout, x_layout)
+            launch.start(kernel, (1, 1, max_ctas), THREADS, stream, ctas_per_sm=1)
 
     @cute.kernel
     def kernel(
@@ -131,8 +130,7 @@ class SampledGate(GatePack):
             sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
             gate=shared.gate.data_ptr(),
         )
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.wait()
         deal = deal_units(o.sizes, cute.arch.grid_dim()[2], 1, False)
         index, k_tiles = cute.arch.block_idx()[2], cute.ceil_div(x.shape[1], TILE_K)
         if index < deal.ends[-1]:
@@ -308,7 +306,6 @@ class SampledGate(GatePack):
 
 
 def signature(spec: SampledGateSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     x, w, bias, *packed, _, width, threshold = operands.gate_pack(spec.dtype)
     neurons, _, sizes = operands.lists(cute.sym_int32())
     return SampledGate(spec), (x, w, bias, neurons, sizes, *packed, width, threshold, Int32(1))

@@ -29,6 +29,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
+from ..common import launch
 from ..common.copies import copy_async
 from ..common.sampled import CHUNKS, STAGED, TILE_M, TILE_N, Operands, SampledUpForm, Sampler, up_arguments
 from ..common.swizzle import swizzle_column, swizzle_piece
@@ -89,9 +90,8 @@ class SampledProduct(Sampler):
 
         self.shared = feasible.check_shared_memory(Shared)
         if o.x.shape[0] > 0:
-            self.kernel(x_tma, x_g, o, capacity, x_layout, w_layout).launch(
-                grid=(max_ctas, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream, use_pdl=True
-            )
+            kernel = self.kernel(x_tma, x_g, o, capacity, x_layout, w_layout)
+            launch.start(kernel, max_ctas, THREADS, stream, ctas_per_sm=1)
 
     @cute.kernel
     def kernel(
@@ -113,8 +113,7 @@ class SampledProduct(Sampler):
         cute.arch.sync_threads()
         s = self.views(shared, ring, x_layout, w_layout)
         columns = cute.ceil_div(o.w.shape[1], self.tile_k())
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        launch.wait()
         if o.sizes[o.sizes.shape[0] - 1] <= capacity:
             deal = deal_units(o.sizes, cute.arch.grid_dim()[0], 1, True)
             if group == 0:
@@ -238,5 +237,4 @@ class SampledUp(SampledProduct, SampledUpForm):
 
 
 def signature(spec: SampledUpSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return SampledUp(spec), up_arguments(spec)

@@ -39,5 +39,4 @@ class SampledUpE4m3(SampledProduct, SampledUpForm):
 
 
 def signature(spec: SampledUpSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return SampledUpE4m3(spec), up_arguments(spec)

@@ -265,5 +265,4 @@ class WeightGrad(WeightGradForm, SparseProduct):
 
 
 def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:
-    """The kernel object of a spec and the fake arguments that stand for its operands."""
     return WeightGrad(spec), arguments(spec)

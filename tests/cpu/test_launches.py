@@ -1,14 +1,16 @@
 """A kernel that starts before its predecessor has ended waits before it reads anything.
 
-A kernel launched with ``use_pdl`` may run while its predecessor does. ``griddepcontrol.wait`` returns when the
-predecessor has ended and its writes are visible. Every kernel waits, unconditionally, before it touches global memory,
-and lets its successor start only after that. So all earlier kernels have ended, too, when a kernel passes its wait.
+A kernel launched by ``launch.start``, or with ``use_pdl``, may run while its predecessor does.
+``griddepcontrol.wait`` returns when the predecessor has ended and its writes are visible. Every kernel waits,
+unconditionally, before it touches global memory, and lets its successor start only after that. So all earlier kernels
+have ended, too, when a kernel passes its wait.
 
 What a kernel does in ``start`` comes before: it may read what only kernels before its predecessor can have written, as
 weights are behind a kernel of the same program. They have ended, because the predecessor has passed its own wait.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,15 +29,16 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 
 
 def launched_early(tree: ast.AST) -> set[str]:
-    """Return the names of kernels that a module launches with ``use_pdl``."""
+    """Return the names of kernels that a module launches by ``launch.start`` or with ``use_pdl``."""
     names, bound = set(), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             bound |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "launch":
-            if any(keyword.arg == "use_pdl" for keyword in node.keywords):
-                kernel = node.func.value
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            starts, has_pdl = ast.unparse(node.func) == "launch.start", any(k.arg == "use_pdl" for k in node.keywords)
+            if starts or (node.func.attr == "launch" and has_pdl):
+                kernel = node.args[0] if starts else node.func.value
                 kernel = bound[kernel.id] if isinstance(kernel, ast.Name) else kernel
                 assert isinstance(kernel, ast.Call)
                 assert isinstance(kernel.func, ast.Attribute)
@@ -44,7 +47,8 @@ def launched_early(tree: ast.AST) -> set[str]:
 
 
 def violations(source: str) -> list[str]:
-    tree, found = ast.parse(source), []
+    # one call for both
+    tree, found = ast.parse(source.replace("launch.wait()", f"launch.{WAIT}(); launch.{TRIGGER}()")), []
     early = launched_early(tree)
     for kernel in functions(tree):
         decorated = any("kernel" in attributes(decorator) for decorator in kernel.decorator_list)
@@ -137,7 +141,9 @@ def touched(statement: ast.stmt, tensors: set[str]) -> set[str]:
 TUPLES = {name for path in KERNELS.rglob("*.py") for name in named_tuples(ast.parse(path.read_text()))}
 # all but the calls themselves
 FILES = sorted(
-    path for path in KERNELS.rglob("*.py") if "griddepcontrol" in path.read_text() and path.parent.name != "common"
+    path
+    for path in KERNELS.rglob("*.py")
+    if re.search(r"griddepcontrol|launch\.wait\(\)", path.read_text()) and path.parent.name != "common"
 )
 
 
@@ -147,8 +153,8 @@ def test_kernel_waits_before_it_reads_and_before_the_next_one_starts(path: Path)
 
 
 def test_every_early_launch_is_looked_at() -> None:
-    early = {path for path in KERNELS.rglob("*.py") if "use_pdl=" in path.read_text()} - {KERNELS / "common/launch.py"}
-    assert early == set(FILES)
+    early = {path for path in KERNELS.rglob("*.py") if re.search(r"use_pdl=|launch\.start\(", path.read_text())}
+    assert early - {KERNELS / "common/launch.py"} == set(FILES)
 
 
 GOOD = """
@@ -172,6 +178,10 @@ BY_NAME = GOOD.replace("class K:", "class Operands(NamedTuple):\n    x: Any\n\n\
 OF_NUMBERS = BY_NAME.replace("x: Any", "x: Int32").replace("size = o.x.shape[0]", "y = o.x + 1")
 WAITS = "        cute.arch.griddepcontrol_wait()\n"
 GOES = "        cute.arch.griddepcontrol_launch_dependents()\n"
+SHORT_WAIT = "        launch.wait()\n"
+SHORT = GOOD.replace(WAITS + GOES, SHORT_WAIT).replace(
+    "self.kernel(x).launch(grid=(1, 1, 1), stream=stream, use_pdl=True)", "launch.start(self.kernel(x), 1, 32, stream)"
+)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +199,12 @@ GOES = "        cute.arch.griddepcontrol_launch_dependents()\n"
         (BY_NAME.replace(WAITS, "        y = o.x[0]\n" + WAITS), "touches o before it waits"),
         (OF_NUMBERS.replace("x: Int32", "x: Any"), "touches o before it waits"),
         (GOOD.replace("use_pdl=True", "smem=0"), "waits, but is not launched with use_pdl"),
+        (SHORT.replace(SHORT_WAIT, ""), "must wait once, unconditionally"),
+        (SHORT.replace(SHORT_WAIT, "        y = x[0]\n" + SHORT_WAIT), "touches x before it waits"),
+        (SHORT.replace("launch.start", "launch.begin"), "waits, but is not launched with use_pdl"),
         (GOOD + "\n    @cute.jit\n    def load(self):\n" + WAITS, "only kernels themselves wait"),
     ],
 )
 def test_breaking_the_rule_is_seen(source: str, said: str) -> None:
-    assert violations(GOOD) == violations(BY_NAME) == violations(OF_NUMBERS) == []
+    assert violations(GOOD) == violations(SHORT) == violations(BY_NAME) == violations(OF_NUMBERS) == []
     assert said in "; ".join(violations(source))

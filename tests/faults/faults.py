@@ -77,8 +77,8 @@ FAULTS = (
     Fault(
         "kernels: next launch starts before the wait",
         "cute_kernels/sm90/sampled_gate.py",
-        "        cute.arch.griddepcontrol_wait()\n        cute.arch.griddepcontrol_launch_dependents()\n",
-        "        cute.arch.griddepcontrol_launch_dependents()\n        cute.arch.griddepcontrol_wait()\n",
+        "        launch.wait()\n",
+        "        launch.griddepcontrol_launch_dependents()\n        launch.griddepcontrol_wait()\n",
         "tests/cpu/test_launches.py",
     ),
     Fault(
