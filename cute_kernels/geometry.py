@@ -34,10 +34,6 @@ SUM_NEURONS = 128
 # Most neurons of a layer whose pattern the portable family brings to the hybrid format and transposes: shared memory.
 PORTABLE_UNION_NEURONS = 28672
 
-# Tokens of a tile of up_down_tile, and most neurons of its layers.
-SMALL_TILE = 16
-MAX_TILE_NEURONS = 16384
-
 # A neuron tile with at most this many non-zeros enters the weight gradients twice, the second time with the rounding
 # errors of its 16-bit coefficients: the sum over a neuron's few tokens may be much smaller than its terms.
 RARE_ENTRIES = 2048

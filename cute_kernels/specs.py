@@ -42,9 +42,6 @@ TOKEN_WARPS, TOKEN_STEP = 8, 512
 # The portable family has no clusters.
 PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: K_CLASSES}
 
-# K classes of the kernel that computes tiles of few tokens.
-TILE_K_CLASSES = (1024, 2048, 4096)
-
 # K classes of the kernel that quantises rows for the screen of the gate.
 QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
 
@@ -366,26 +363,6 @@ class ExpertDownSpec(UpDownTokenSpec):
 
 
 @dataclass(frozen=True)
-class UpDownTileSpec(_FamilyKernel):
-    """``x, packed gate, w_up, w_down -> y, l1`` by tiles of few tokens.
-
-    For hidden sizes up to ``k_max``, one of ``TILE_K_CLASSES``.
-    """
-
-    k_max: int
-    op: ClassVar[str] = "up_down_tile"
-    suffixes: ClassVar[Suffixes] = {"k_max": "_k{}"}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return super().choices() | {"k_max": TILE_K_CLASSES}
-
-    @property
-    def cluster(self) -> int:
-        """CTAs that share a tile."""
-        return min(8, self.k_max // 256)
-
-
-@dataclass(frozen=True)
 class UnpackSpec(_Kernel):
     """``packed -> dense``."""
 
@@ -618,7 +595,6 @@ def all_specs() -> tuple[Spec, ...]:
             for g in flags
         ),
         *(UpDownTokenSpec(E4M3, k, c, g) for c, ks in E4M3_TOKEN_K_CLASSES.items() for k in ks for g in flags),
-        *(UpDownTileSpec(d, k) for d in DTYPES for k in TILE_K_CLASSES),
         *(UnpackSpec(d) for d in DTYPES),
         *(RegluSpec(d, b) for d in DTYPES for b in flags),
         *(CompactSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),

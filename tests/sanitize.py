@@ -47,14 +47,14 @@ _EXPERTS = ("decode", *(f"expert_{part}" for part in ("pairs", "pack", "union", 
 OPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pack": ("pack", ("gate_pack", "unpack")),
     "row": ("layer aux=True", ("gate_pack", "up_down_token", "decode")),
-    "union": ("layer strategy=union aux=True", ("gate_pack", *_UNION, "up_down_tile", "decode")),
+    "union": ("layer strategy=union aux=True", ("gate_pack", *_UNION, "decode")),
     "screen": (
         "layer strategy=union+screen aux=True",
         ("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *_UNION),
     ),
     "levels": (
         "layer activation=fatrelu threshold=1.0 by_neuron=True strategy=union",
-        ("gate_pack", *_UNION, "up_down_tile", "decode"),
+        ("gate_pack", *_UNION, "decode"),
     ),
     "top_k": ("layer gated=False activation=topk top=9", ("top_k", "pack", "up_down_token")),
     "training": ("layer strategy=union wants=all aux=True l1=True", ("gate_pack", *_UNION, *_BACKWARD)),

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 # A cache policy of bulk copies, as a value: evict_first for all lines.
@@ -47,25 +47,6 @@ def load_peer(source: Any, rank: Int32) -> Any:
 
 
 @cute.jit
-def load_peer_word(source: Any, rank: Int32) -> Uint32:
-    """Load one word from CTA `rank` of the cluster."""
-    return cute.arch.inline_ptx(
-        "ld.shared::cluster.u32 {$w0}, [{$r0}];",
-        write_only_types=[Uint32],
-        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
-    )
-
-
-@cute.jit
-def store_peer_half(target: Any, rank: Int32, value: Uint32) -> None:
-    """Store the lower half of a word to CTA `rank` of the cluster."""
-    cute.arch.inline_ptx(
-        "st.shared::cluster.u16 [{$r0}], {$r1};",
-        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), Uint16(value & Uint32(0xFFFF))],
-    )
-
-
-@cute.jit
 def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
     """Store one fp32 value to CTA `rank` of the cluster, asynchronously; completes four bytes on its mbarrier."""
     cute.arch.inline_ptx(
@@ -73,20 +54,6 @@ def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
         read_only_args=[
             cute.arch.map_dsmem_ptr(target, rank).toint(),
             value,
-            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
-        ],
-    )
-
-
-@cute.jit
-def send_floats(target: Any, barrier: Any, rank: Int32, first: Float32, second: Float32) -> None:
-    """Store two fp32 values, 8-byte aligned, as `send_float` stores one."""
-    cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [{$r0}], { {$r1}, {$r2} }, [{$r3}];",
-        read_only_args=[
-            cute.arch.map_dsmem_ptr(target, rank).toint(),
-            first,
-            second,
             cute.arch.map_dsmem_ptr(barrier, rank).toint(),
         ],
     )

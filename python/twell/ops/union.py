@@ -1,9 +1,9 @@
 """Strategy "union": a layer on the tensor cores, by the neurons that any token of a tile fires.
 
-Each tile of 128 tokens gathers the weight rows in the union of its tokens' neurons once, a small batch by tiles of 16.
-Any pattern is exact. If the union is all neurons, the products are those of dense PyTorch, and gathering rows is
-overhead. h is rounded to x's dtype, once, as in dense PyTorch. Slices of whole tiles run one after the other, so that
-the packed gate takes the memory of one, and scratch holds at most 0.5 GB of entries.
+Each tile of 128 tokens gathers the weight rows in the union of its tokens' neurons once. Any pattern is exact. If the
+union is all neurons, the products are those of dense PyTorch, and gathering rows is overhead. h is rounded to x's
+dtype, once, as in dense PyTorch. Slices of whole tiles run one after the other, so that the packed gate takes the
+memory of one, and scratch holds at most 0.5 GB of entries.
 
 With T = ceil(N / 256) l1 is float32 [ceil(M / 128), max(128, T)], partial sums of |h| for each tile, and sizes are
 int32 [ceil(M / 128) + 1]: the number of neurons that each tile fires, and one more that the kernels use.
@@ -16,10 +16,10 @@ import torch
 
 from twell import tuning
 from twell._activation import RELU, Activation
-from twell._runtime import geometry, specs
+from twell._runtime import geometry
 from twell._runtime.program import Program, View
 from twell.ops import hybrid
-from twell.ops.gate_pack import pack, scratch
+from twell.ops.gate_pack import pack
 from twell.ops.library import Shape, bias_view, down_rows
 from twell.ops.operands import Scaled, Views, launched
 from twell.ops.pack import shapes as packed_shapes
@@ -96,35 +96,3 @@ def launches(p: Program, layer: Views, results: Sequence[View], compression: int
         pack(p, x.part(first, last), w_gate, b_gate, *packed, compression, activation)
 
     by_slices(p, (x, w_up, w_down, b_up, b_down), pack_slice, results, compression, activation)
-
-
-def by_small_tiles(
-    p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, spec: specs.Spec
-) -> None:
-    """Launch a gated layer on few tokens, by ``gate_pack`` and the kernel of ``spec``, into y, l1 and stats."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    y, l1, stats = results
-    words, spill = scratch(p, x, x.shape[0], w_gate, compression)
-    pack(p, x, w_gate, b_gate, words, spill, stats, compression, activation)
-    small_tiles(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, compression, activation, spec)
-
-
-def small_tiles(
-    p: Program,
-    x: View,
-    words: View,
-    spill: View,
-    w_up: View,
-    w_down: View,
-    b_up: View | None,
-    b_down: View | None,
-    y: View,
-    l1: View,
-    compression: int,
-    activation: Activation,
-    spec: specs.Spec,
-) -> None:
-    """Launch what is behind the packed gate of few tokens."""
-    biases = bias_view(p, b_up, x.dtype), bias_view(p, b_down, x.dtype)
-    form = geometry.words_per_tile(compression), activation.code()
-    p.launch(spec, x, words, spill, w_up, down_rows(p, w_down), *biases, y, l1, *form)

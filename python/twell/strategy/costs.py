@@ -10,7 +10,7 @@ import torch
 from twell._runtime import geometry, specs
 from twell.strategy import tables
 from twell.strategy.tables import SCREENED, Key, Table, Terms
-from twell.tuning import UNION_TILE_TOKENS, decode, up_down_tile
+from twell.tuning import decode
 
 # A change of strategy must promise to save this share of the time, about the error of the predictions.
 MARGIN = 0.02
@@ -19,9 +19,8 @@ MARGIN = 0.02
 # N = 5,632). The sparse route starts below this share of the capacity, so that batches may vary by a sixth.
 SAFE_SHARE = 0.85
 
-# Inference of a layer not yet measured, with more tokens than one kernel of "union" takes, runs "union" if, with one
-# non-zero in 190 neurons, it would take at most this multiple of the time of "row": the worst pattern makes it a few
-# times slower than dense, and "row" thirty times. With fewer tokens neither is the safer one.
+# Inference of a layer not yet measured runs "union" if, with one non-zero in 190 neurons, it would take at most this
+# multiple of the time of "row": the worst pattern makes it a few times slower than dense, and "row" thirty times.
 WORST_CASE_PREMIUM = 1.25
 ASSUMED_DENSITY = 1 / 190
 # Tokens of CUDA graphs that are dense if nothing was measured before: sparse rows gain little there, and rows of a
@@ -121,10 +120,8 @@ class Decision(NamedTuple):
 
 # Tokens of the group of which ``Figures.heaviest`` is the mean.
 HEAVY_GROUP = geometry.STATS_ROWS
-# With at most this many tokens a call takes as long as its heaviest tokens: "row" computes them one by one, and up to
-# 1,024 "union" by tiles of 16. With more, others hide them, but up to here the term still helps.
-# Leaving each layer out in turn, choices lost 4.75 % with the term for "row" alone, 1.88 and 1.74 % with it for both
-# up to 1,024 and 4,096 tokens.
+# With few tokens "row" takes as long as the heaviest of them, as it computes them one by one. With more, others hide
+# them, but up to here the term still helps.
 MOST_WAITING = 4096
 
 
@@ -406,7 +403,7 @@ def _fresh(problem: Problem, table: Table | None) -> Decision:
         return Decision("dense", "a graph keeps its choice, and nothing was measured before it", {})
     assumed = costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)
     row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
-    if problem.m > UNION_TILE_TOKENS and union <= WORST_CASE_PREMIUM * row and union < 1:
+    if union <= WORST_CASE_PREMIUM * row and union < 1:
         return Decision("union", "nothing measured yet, and its worst case is bounded", {})
     strategy = min((row if _takes_row(problem) else 1.0, "row"), (union, "union"), (assumed["dense"], "dense"))[1]
     return Decision(strategy, f"nothing measured yet, and the best for {problem.m} tokens of a sparse layer", {})
@@ -423,11 +420,10 @@ def coefficients(problem: Problem, table: Table | None = None) -> dict[str, Term
 
     The last one of ``SCREENED`` is per share of candidates instead. A table without it never has it chosen.
 
-    They are those of the measured layers of this kind that run the same kernels, weighted by 1 / distance^2 in log K
-    and log N. Each layer's are interpolated in log M between numbers of tokens that run the same kernels, since costs
-    jump where kernels change. Fewer tokens than were measured have no sparse strategy; more have the terms of the most.
-    More neurons than ``Table.union_neurons`` have no "union". A kind of calls that the table lacks (``Table.lacks``)
-    has no strategy.
+    They are those of the measured layers of this kind, weighted by 1 / distance^2 in log K and log N. Each layer's are
+    interpolated in log M between numbers of tokens that run the same kernels, since costs jump where kernels change.
+    Fewer tokens than were measured have no sparse strategy; more have the terms of the most. More neurons than
+    ``Table.union_neurons`` have no "union". A kind of calls that the table lacks (``Table.lacks``) has no strategy.
     """
     problem = problem._replace(down_copied=False, merged=False, eager=False)
     return _coefficients(problem, _of_weights(problem, table))
@@ -446,15 +442,12 @@ def _coefficients(problem: Problem, table: Table) -> dict[str, Terms]:
         return {}
     kind = _other_kind(problem, nearest(problem, table))
     layers = {key: nodes for key, nodes in table.costs.items() if _other_kind(problem, key) == kind}
-    alike = {key: _same_kernels(problem, key, nodes) for key, nodes in layers.items()}
-    # best are layers that ran these kernels with fewer tokens, too; a layer of other kernels is better than none
-    started = {key: nodes for key, nodes in alike.items() if nodes and min(nodes) <= problem.m}
-    alike = started or {key: nodes for key, nodes in alike.items() if nodes} or layers
     weighted: dict[str, list[tuple[float, Terms]]] = {}
-    for key, nodes in alike.items():
-        if problem.m >= min(layers[key]):
+    for key, nodes in layers.items():
+        if problem.m >= min(nodes):
             weight = max(_distance(problem, key), 1e-3) ** -2
-            for name, terms in _between(problem.m, nodes).items():
+            # other kernels are better than none
+            for name, terms in _between(problem.m, _same_kernels(problem, nodes) or nodes).items():
                 if name != "row" and problem.n > table.union_neurons:
                     continue
                 if name == SCREENED and not table.screens:
@@ -474,23 +467,10 @@ def _distance(problem: Problem, key: Key) -> float:
 _Nodes = dict[int, dict[str, Terms]]
 
 
-def _same_kernels(problem: Problem, key: Key, nodes: _Nodes) -> _Nodes:
-    """The numbers of tokens at which a measured layer runs the kernels that ``problem`` does, as ``_kernels`` says."""
-    _, gated, k, n = key
-    wanted, measured = _kernels(problem), Problem(0, k, n, gated, problem.training, float8=problem.float8)
-    return {m: entry for m, entry in nodes.items() if _kernels(measured._replace(m=m)) == wanted}
-
-
-def _kernels(problem: Problem) -> tuple[bool, bool]:
-    """Which kernels run, in two parts: whether one may compute a layer of ``m`` tokens, and whether "union" is one.
-
-    Other kernels change with ``m``, too, where the costs on both sides are near enough to interpolate.
-    """
-    m, k, n, gated, training = problem[:5]
-    if training:
-        return False, False
-    tile = None if problem.float8 else up_down_tile(torch.bfloat16, m, k, n, gated)
-    return m <= specs.DECODE_TOKENS[-1], tile is not None
+def _same_kernels(problem: Problem, nodes: _Nodes) -> _Nodes:
+    """The numbers of tokens at which a layer runs the kernels that ``problem`` does: few may be one pass."""
+    most = specs.DECODE_TOKENS[-1]
+    return {m: entry for m, entry in nodes.items() if problem.training or (m <= most) == (problem.m <= most)}
 
 
 def _between(m: int, nodes: _Nodes) -> dict[str, Terms]:

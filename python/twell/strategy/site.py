@@ -27,13 +27,10 @@ from twell._runtime.log import logger
 from twell.strategy import costs, tables
 from twell.strategy.explanation import Choice
 from twell.strategy.plan import Route, route_of
-from twell.tuning import UNION_TILE_TOKENS
 
 # Compiled graphs of training, whose number of tokens may be symbolic, know two classes: at most this many tokens, and
 # more. The decision of a class is that of its typical number.
 FEW = 256
-# Most tokens of inference for which each number of them has its own choice.
-FINE = UNION_TILE_TOKENS
 # Kinds of calls that a site remembers the routes of.
 _MOST_ROUTES = 256
 _TYPICAL = {True: 64, False: 16384}
@@ -180,9 +177,8 @@ class _Expected(NamedTuple):
 class Bucket:
     """The memory of a site for calls of one kind and about the same number of tokens.
 
-    others: since the decision, those for other numbers of tokens by the same figures. version: changes whenever a route
-    that calls remember may no longer hold. settled: whether the choice is dense where the host is the limit: figures
-    change little there, and a call that measures costs the host several times as much.
+    version: changes whenever a route that calls remember may no longer hold. settled: whether the choice is dense where
+    the host is the limit: figures change little there, and a call that measures costs the host several times as much.
     """
 
     problem: costs.Problem
@@ -193,7 +189,6 @@ class Bucket:
     measured: int | None = None
     recent: tuple[float, ...] = ()  # non-zeros per token of the latest measurements
     held: int = 0
-    others: dict[int, costs.Decision] = dataclasses.field(default_factory=dict)
     version: int = 0
     settled: bool = False
 
@@ -242,15 +237,14 @@ class AutoStrategy:
 
     Modules with ``strategy="auto"`` have their own. On a GPU of compute capability 9.0, or one that ``twell tune`` has
     measured, it picks "row", "union" or "dense", separately for inference and training, from figures of each power of
-    two of tokens; inference on up to 1,024 has a choice for each number of them. It is the cheapest by
-    ``twell.strategy.costs.decide``, from measured times and from the non-zeros of earlier calls. These reach the host
-    asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each ``period``-th, a power of two, decide again
-    and measure; to learn the unions, such a call runs "union" in place of "row". The first call that finds the figures
-    arrived decides, too. More than two layers take turns, two in a step: of 28 layers each is measured first at a call
-    below 16, then 16, 32 and 64 calls later. Where the choice is dense and the host the limit, the period is not kept,
-    and calls that measure grow ever rarer. Before the first figures, inference takes a sparse strategy and training the
-    dense one. A change must promise to save 2 %, and is logged at INFO; ``twell.explain`` shows choices, reasons and
-    figures.
+    two of tokens. It is the cheapest by ``twell.strategy.costs.decide``, from measured times and from the non-zeros of
+    earlier calls. These reach the host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each
+    ``period``-th, a power of two, decide again and measure; to learn the unions, such a call runs "union" in place of
+    "row". The first call that finds the figures arrived decides, too. More than two layers take turns, two in a step:
+    of 28 layers each is measured first at a call below 16, then 16, 32 and 64 calls later. Where the choice is dense
+    and the host the limit, the period is not kept, and calls that measure grow ever rarer. Before the first figures,
+    inference takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at
+    INFO; ``twell.explain`` shows choices, reasons and figures.
 
     ``screen`` says whether "union" may compute a gate only where an int8 product and its bound say that it may fire:
     "auto", where measured figures say that it pays, or "off", never. It may be set at any time. ``explain`` calls such
@@ -317,7 +311,7 @@ class AutoStrategy:
                 "period": self.period,
                 "_screen": self._screen,
                 "_layer": self._layer,
-                "_buckets": {key: dataclasses.replace(bucket, others={}) for key, bucket in self._buckets.items()},
+                "_buckets": {key: dataclasses.replace(bucket) for key, bucket in self._buckets.items()},
                 "_captures": dict(self._captures),
                 # a graph belongs to the original
                 "_graphs": tuple(dataclasses.replace(graph, traced=False) for graph in self._graphs),
@@ -350,7 +344,6 @@ class AutoStrategy:
             self._screen = value
             for bucket in self._buckets.values():
                 bucket.decision = None
-                bucket.others.clear()
             self._forget_routes()
             for graph in self._graphs:
                 if graph.strategy == tables.SCREENED:
@@ -413,8 +406,7 @@ class AutoStrategy:
                 and not float8
                 and costs.worth_screening(problem, bucket.figures or self._nearest(key), self._table)
             )
-        many = problem.m >= geometry.TOKEN_TILE
-        if strategy == "row" and many and (float8 or "union" in costs.coefficients(problem, self._table)):
+        if strategy == "row" and problem.m >= geometry.TOKEN_TILE and n <= self._table.union_neurons:
             strategy = "union"
         return route_of(strategy, Measurement(self, problem, call, screen), holder, bucket.held)
 
@@ -530,7 +522,7 @@ class AutoStrategy:
             key = _key(problem)
             bucket = self._buckets.get(key)
             if bucket is not None and bucket.decision is not None and _is_laid_alike(bucket.problem, problem):
-                decision = self._finely(problem, bucket, bucket.decision)
+                decision = bucket.decision
             else:
                 decision = self._best(problem, self._nearest(key))
             if record:
@@ -550,7 +542,7 @@ class AutoStrategy:
         if due or bucket.late or bucket.decision is None or not _is_laid_alike(bucket.problem, problem):
             decision = self._decide(problem, bucket)
             return call, decision, due and not decision.final
-        return call, self._finely(problem, bucket, bucket.decision), due
+        return call, bucket.decision, due
 
     def _is_due(self, bucket: Bucket) -> bool:
         """Whether the next call decides and measures."""
@@ -562,19 +554,6 @@ class AutoStrategy:
             rounds = since // turns
             return since == rounds * turns and rounds >= 0 and rounds & (rounds - 1) == 0
         return since % self.period == 0
-
-    def _finely(self, problem: costs.Problem, bucket: Bucket, decision: costs.Decision) -> costs.Decision:
-        """The decision for this number of tokens, where that of the bucket was for another.
-
-        Kernels change between powers of two. With many tokens the choice does not, and training keeps it for backward.
-        """
-        if problem.m == bucket.problem.m or problem.training or problem.m > FINE:
-            return decision
-        known = bucket.others.get(problem.m)
-        if known is None:
-            figures = bucket.figures or self._nearest(_key(problem))
-            known = bucket.others[problem.m] = self._best(problem, figures)
-        return known
 
     def _best(
         self, problem: costs.Problem, figures: costs.Figures | None, current: str | None = None
@@ -618,11 +597,10 @@ class AutoStrategy:
             costs.held(problem, bucket.recent),
             decision.strategy == "dense" and costs.waits_for_host(problem),
         )
-        same = before is not None and (before.strategy, bucket.held) == (decision.strategy, held) and not bucket.others
+        same = before is not None and (before.strategy, bucket.held) == (decision.strategy, held)
         if not same or not _is_laid_alike(bucket.problem, problem):
             self._forget_routes(bucket)
         bucket.problem, bucket.decision, bucket.held, bucket.settled = problem, decision, held, settled
-        bucket.others.clear()
         if before is None or decision.strategy != before.strategy:
             m, k, n, gated, training = problem[:5]
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
