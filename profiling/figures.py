@@ -223,6 +223,16 @@ def few_tokens() -> str:
     return host.pivot("dense / twell, us", cells) + where("few")
 
 
+def few_by_share() -> str:
+    """Layers by "auto" on few tokens, by the share of neurons that fire."""
+    cells = {}
+    for row in rows_of("decode"):
+        layer = f"{row['k']:,} / {row['n']:,}{', gate' if row['gated'] else ''}, {row['share']:.0%}"
+        before, after = row["us"]["dense"], row["us"]["auto"]
+        cells[layer, str(row["m"])] = f"{before:.1f} / {after:.1f}, **{before / after:.2f}**"
+    return host.pivot("dense / twell, us", cells) + where("decode")
+
+
 def overfull() -> str:
     """What steps of the sparse path take with more non-zeros than fit."""
     rows = [row for row in rows_of("overfull") if row["variant"] == "train_overflow"]

@@ -95,6 +95,13 @@ ALL = (
         15,
     ),
     _one(
+        "decode",
+        "layers on 1 to 32 tokens, by the share of neurons that fire",
+        "few by share",
+        "python -m profiling.decode --json $OUT",
+        25,
+    ),
+    _one(
         "host",
         "eager calls: the host, queued, waited for, few tokens",
         "host; constants of costs.py",

@@ -240,6 +240,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "memory": figures.memory,
     "large layer": figures.large_layer,
     "few tokens": figures.few_tokens,
+    "few by share": figures.few_by_share,
     "over-full": figures.overfull,
     "screen": figures.screen,
     "host": figures.host_times,
