@@ -63,6 +63,10 @@ OPS: dict[str, tuple[str, tuple[str, ...]]] = {
     "given_training": ("given strategy=union wants=all aux=True l1=True", ("pack", "scatter", *_UNION, *_BACKWARD)),
     "kept": ("kept", ("gate_pack", *_UNION, "overflow")),
     "experts": ("experts experts=3 slots=3 absent=0.1", (*_EXPERTS, "expert_down")),
+    "experts_alone": (
+        "experts experts=3 slots=3 strategy=row+invariant",
+        ("expert_pairs", "expert_pack", "expert_down"),
+    ),
     "float8_row": ("layer scales=row tokens=e4m3", ("gate_pack", "up_down_token", "decode")),
     "float8_union": (
         "layer scales=row tokens=static strategy=union",
