@@ -23,7 +23,6 @@ from cutlass.memory import SmemAllocator
 from . import geometry
 from .common import launch, operands
 from .common.copies import address, load_values, store_values
-from .common.experts import expert_of
 from .common.rows import clear_arrivals
 from .common.values import prefix_sum
 from .specs import ExpertPairsSpec
@@ -47,6 +46,16 @@ class Operands(NamedTuple):
     arrivals: Any  # int32 [any]: counters of a later kernel, which this one zeroes
     ends: Any  # int32 [E]
     most: Any
+
+
+@cute.jit
+def expert_of(ids: cute.Tensor, pair: Int32, experts: Int32) -> Int32:
+    """The expert of a pair; -1 if its id is no expert's."""
+    expert = ids[pair, 0]
+    exists = expert >= 0 and expert < experts
+    if ids.shape[1] > 1:
+        exists = exists and ids[pair, 1] == 0
+    return expert if exists else Int32(-1)
 
 
 class ExpertPairs:

@@ -27,15 +27,13 @@ K_CLASSES = (1024, 2048, 4096, 8192, 16384)
 TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     1: K_CLASSES,
     2: (1024, 2048, 4096),
-    4: (1024, 2048, 4096, 8192),
-    8: (2048, 4096, 8192, 16384),
+    4: (1024, 2048, 4096, 8192, 16384),
 }
 # The same of e4m3 weights: a CTA has 512 columns at least, and one alone 2,048, as few layers are narrower.
 E4M3_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     1: K_CLASSES[1:],
     2: (2048, 4096),
-    4: (4096, 8192),
-    8: (4096, 8192, 16384),
+    4: (4096, 8192, 16384),
 }
 # Warps of a CTA of that kernel, and bytes that a warp loads at a time.
 TOKEN_WARPS, TOKEN_STEP = 8, 512
@@ -74,8 +72,8 @@ _DECODE_EXPERTS = (
 )
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
-# CTAs that compute a token of experts.
-EXPERT_CLUSTERS = (2, 8)
+# K classes of the kernel that computes the tokens of experts, by the CTAs that share a row.
+EXPERT_K_CLASSES = {2: TOKEN_K_CLASSES[2], 4: (8192, 16384)}
 
 
 def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
@@ -330,9 +328,9 @@ class UpDownTokenSpec(_FamilyKernel):
     def rows(self) -> int:
         """Rows that a thread has in flight."""
         if self.span == 1:
-            return 8 if self.deep else 4
-        # of e4m3 rows fewer, as most of the rest are registers of sums
-        return max(1, (16 if self.deep else 4 if self.dtype == E4M3 else 8) // self.vectors)
+            return 4 if self.family == SM90 else 8
+        # of e4m3 rows fewer, as most of the rest are registers of sums; one CTA of a token hides the latency by itself
+        return max(1, (16 if self.family != SM90 else 4 if self.dtype == E4M3 else 8) // self.vectors)
 
     @property
     def turn(self) -> int:
@@ -340,14 +338,9 @@ class UpDownTokenSpec(_FamilyKernel):
         return self.groups * self.rows
 
     @property
-    def deep(self) -> bool:
-        """Whether each CTA must hide the memory's latency by itself: few tokens have clusters of eight."""
-        return self.cluster == 8 or self.family != SM90
-
-    @property
     def ctas_per_sm(self) -> int:
         """CTAs that a multiprocessor holds."""
-        if self.deep:
+        if self.family != SM90:
             return 2 if self.vectors < 4 else 1
         return {1: 4 if self.dtype == E4M3 and self.cluster == 1 else 3, 2: 2, 4: 1, 8: 1}[self.vectors]
 
@@ -359,7 +352,8 @@ class ExpertDownSpec(UpDownTokenSpec):
     op: ClassVar[str] = "expert_down"
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        return super().choices() | {"cluster": EXPERT_CLUSTERS}
+        own = {"cluster": tuple(EXPERT_K_CLASSES), "k_max": EXPERT_K_CLASSES.get(self.cluster, ())}
+        return super().choices() | own
 
 
 @dataclass(frozen=True)
@@ -610,13 +604,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(ExpertUnionSpec(d) for d in DTYPES),
         *(ExpertGatheredSpec(d, t) for d in WEIGHTS for t in EXPERT_TOKENS),
         *(ExpertSumSpec(d, r) for d in DTYPES for r in flags),
-        *(
-            ExpertDownSpec(d, k, c, g)
-            for d in DTYPES
-            for c in EXPERT_CLUSTERS
-            for k in TOKEN_K_CLASSES[c]
-            for g in flags
-        ),
+        *(ExpertDownSpec(d, k, c, g) for d in DTYPES for c, ks in EXPERT_K_CLASSES.items() for k in ks for g in flags),
         RankSpec(),
         ScatterSpec(),
         MatrixTransposeSpec(),

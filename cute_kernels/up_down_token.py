@@ -3,7 +3,7 @@ with h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]). Strategy "row": only the
 for each token. If not `gated`, the packed values are h: neither x nor up rows are read. So it is for relu; for the
 other activations see common/activation.py.
 
-A cluster of `cluster` CTAs, 1 to 8, computes a token, each CTA a part of the columns. Few tokens take large clusters,
+A cluster of `cluster` CTAs, 1 to 4, computes a token, each CTA a part of the columns. Few tokens take large clusters,
 for latency; many take one CTA each, three or four on an SM: some list while others stream. The portable family always
 has one CTA per token.
 
@@ -126,7 +126,7 @@ def shared_memory(words: int, ctas: int) -> Any:
 
 
 class TokenCluster(TokenList, TokenPieces):
-    """A cluster of CTAs, 1 to 8, that computes one token at a time; for one dtype and class of hidden sizes."""
+    """A cluster of CTAs, 1 to 4, that computes one token at a time; for one dtype and class of hidden sizes."""
 
     def __init__(self, spec: UpDownTokenSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -337,9 +337,9 @@ class TokenCluster(TokenList, TokenPieces):
                     s.partial[nonzero * self.span + at.place] = value
             elif nonzero < size:
                 target = s.partial.iterator + (nonzero * self.parts + at.rank * self.span + at.place)
-                for peer in range_constexpr(0, self.cluster, sharing):
-                    if peer + copy < self.cluster:
-                        send_float(target, s.complete, peer + copy, value)
+                # a cluster has no more CTAs than lanes that share a row
+                if copy < self.cluster:
+                    send_float(target, s.complete, copy, value)
 
     @cute.jit
     def sum_rows(self, sums, lane):

@@ -1,8 +1,6 @@
 """The gate GEMM of experts: words of TwELL of relu(x . w[expert]) for pairs of a token and an expert, in the order of
 expert_pairs.py. For expert_union.py it writes the hidden states themselves, rounded, instead of words.
 
-Without units each pair is one, read from `ids`, and nothing runs before: a unit writes its owner and its place.
-
 A cluster computes 256 neurons of a unit of pairs of one expert; two or four CTAs per SM. In units of up to eight pairs
 it has eight CTAs, which divide the neurons into four parts, and two split the K of a part: each takes every second
 block of 128 bytes. In larger ones pairs are as many bytes as weights: it has two CTAs, each with half of the neurons
@@ -28,7 +26,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -37,8 +35,7 @@ from .. import feasible, geometry
 from ..common import launch, operands
 from ..common.activation import above, power
 from ..common.copies import address, store_values
-from ..common.experts import expert_of
-from ..common.rows import MAX_WIDTH, clear_arrivals, pack_words, store_words
+from ..common.rows import MAX_WIDTH, pack_words, store_words
 from ..common.values import high_to_float, low_to_float, pack, relu_pack
 from ..specs import E4M3, EXPERT_TOKENS, ExpertPackSpec
 from .copies import Transfer, load_peer, partition, tma_load
@@ -56,13 +53,9 @@ class Operands(NamedTuple):
 
     words: Any
     spill: Any
-    units: Any  # int32 [U, 4], or empty
+    units: Any  # int32 [U, 4]
     total: Any
     hidden: Any  # [pairs, N], or empty
-    ids: Any
-    owners: Any  # int32 [pairs]
-    pairs: Any  # int32 [pairs]
-    arrivals: Any  # int32 [any]: counters of the next kernel, which this one zeroes
     width: Any  # words per tile
     threshold: Any
     activation: Any
@@ -70,11 +63,10 @@ class Operands(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """Pairs, 0 if there is no such unit, the places of the first one in words and in x, and the expert."""
+    """Pairs, 0 if there is no such unit, the place of the first one, and the expert."""
 
     pairs: Any
     first: Any
-    source: Any
     expert: Any
 
 
@@ -138,11 +130,9 @@ class ExpertPack:
             sX: cute.struct.Align[cute.struct.MemRange[self.value, cute.cosize(x_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
-        units = o.units.shape[0] if o.units.shape[0] > 0 else o.pairs.shape[0]
-        top = cute.ceil_div(o.pairs.shape[0], x.shape[0])
         if x.shape[0] > 0:
-            kernel = self.kernel(x_load, w_load, o, mma, x_layout, w_layout, top)
-            grid = self.cluster, cute.ceil_div(w.shape[1], TILE_N), units
+            kernel = self.kernel(x_load, w_load, o, mma, x_layout, w_layout)
+            grid = self.cluster, cute.ceil_div(w.shape[1], TILE_N), o.units.shape[0]
             limits = {"cluster": self.cluster, "ctas_per_sm": self.ctas_per_sm, "carveout": 100}
             launch.start(kernel, grid, 32 * self.warps + 32, stream, **limits)
 
@@ -155,7 +145,6 @@ class ExpertPack:
         mma: cute.TiledMma,
         x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
-        top: Int32,
     ):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -169,10 +158,10 @@ class ExpertPack:
         sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
         cute.arch.sync_threads()
         launch.wait()
-        leads = column == 0 and rank == 0
-        if leads and index == 0:
-            clear_arrivals(o.arrivals, thread, 32 * self.warps + 32)
-        unit = self.unit_of(o, index, w.tensor.shape[2], top, leads and thread == 0)
+        unit = Unit(Int32(0), Int32(0), Int32(0))
+        if index < o.total[0]:
+            expert, first, pairs = (o.units[index, i] for i in range(3))
+            unit = Unit(pairs, first, expert)
         if unit.pairs > 0:
             part, split = rank % self.parts, rank // self.parts
             blocks = (cute.ceil_div(x.tensor.shape[1], self.tile_k) - split + self.splits - 1) // self.splits
@@ -186,27 +175,11 @@ class ExpertPack:
             self.epilogue(shared, sums, o, unit, rank, column, warp_index)
 
     @cute.jit
-    def unit_of(self, o: Operands, index: Int32, experts: Int32, top: Int32, leads: Boolean):
-        """A unit of pairs, or the one pair of it, `top` for each token; one thread of the unit `leads`."""
-        unit = Unit(Int32(0), index, index // top, Int32(0))
-        if o.units.shape[0] > 0:
-            if index < o.total[0]:
-                expert, first, pairs = (o.units[index, i] for i in range(3))
-                unit = Unit(pairs, first, first, expert)
-        else:
-            expert = expert_of(o.ids, index, experts)
-            unit = unit._replace(pairs=Int32(expert >= 0), expert=expert)
-            if leads:
-                o.owners[index] = expert
-                o.pairs[index] = index if expert >= 0 else Int32(-1)
-        return unit
-
-    @cute.jit
     def load(self, ring, x: Transfer, w: Transfer, sX, sW, unit: Unit, column: Int32, split: Int32, blocks: Int32):
         """Load the CTA's blocks of K, one per stage."""
         lane = cute.arch.lane_idx()
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        x = Transfer(x.atom, cute.domain_offset((unit.source, 0), x.tensor))
+        x = Transfer(x.atom, cute.domain_offset((unit.first, 0), x.tensor))
         w = Transfer(w.atom, w.tensor[None, None, unit.expert])
         x_s, x_t = partition(x, sX, (self.pairs, self.tile_k))
         w_s, w_t = partition(w, sW, (self.neurons, self.tile_k))
@@ -318,15 +291,12 @@ class ExpertPack:
 
 def fields(spec: ExpertPackSpec, n: Any) -> tuple[Any, ...]:
     """The fake `Operands` for experts of ``n`` neurons."""
-    dtype, pairs = operands.DTYPES[spec.dtype], cute.sym_int32()
+    dtype = operands.DTYPES[spec.dtype]
     return (
         *operands.packed(dtype, cute.sym_int32()),
         operands.quads(cute.sym_int32()),
         operands.vector(Int32, cute.sym_int32()),
         operands.rows(dtype, cute.sym_int32(), n),
-        operands.matrix(Int32, cute.sym_int32(), cute.sym_int32()),
-        *(operands.vector(Int32, pairs) for _ in range(2)),
-        operands.vector(Int32, cute.sym_int32(), 4),
         Int32(geometry.words_per_tile(8)),
         *(Int32(0),) * 2,
     )

@@ -28,7 +28,7 @@ class ExpertPackE4m3(ExpertPack):
     @cute.jit
     def scale(self, values: cute.Tensor, o: Operands, unit: Unit, pair: Int32, neuron: Int32):
         if (pair < unit.pairs) & (neuron < o.hidden.shape[1]):
-            scales, of_pair = cute.make_rmem_tensor((8,), Float32), o.scales.x[unit.source + pair]
+            scales, of_pair = cute.make_rmem_tensor((8,), Float32), o.scales.x[unit.first + pair]
             source = address(o.scales.w, unit.expert, neuron).align(16)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), scales)
             for i in range_constexpr(8):

@@ -71,9 +71,10 @@ def decode(dtype: torch.dtype, m: int, k: int, kind: str, family: str = specs.SM
 
 
 # Most tokens whose clusters have so many CTAs, and non-zeros of a token that is never heavy; with more tokens clusters
-# have as few CTAs as hold the row. NVIDIA H100, the same layers, one neuron in 190: within 2 % of the best of those
-# measured, except that 256 equal tokens take up to 11 % less time with one CTA each.
-TOKEN_CLUSTERS = ((16, 8, 128), (32, 4, 64), (64, 4, 128), (256, 2, 128))
+# have as few CTAs as hold the row. Few of up to 32 tokens come here, as most take one pass. NVIDIA H100, the layers of
+# the table, one neuron in 190: within 2 % of the best of those measured, except that 256 equal tokens take up to 11 %
+# less time with one CTA each.
+TOKEN_CLUSTERS = ((32, 4, 64), (64, 4, 128), (256, 2, 128))
 _LIGHT = 64
 
 
@@ -144,25 +145,16 @@ def expert_tokens(pairs: int, experts: int, invariant: bool) -> int:
 # CTAs per multiprocessor that put pairs of tokens and experts in order.
 PAIR_CTAS = 4
 
-# Most tokens of which each pair with an expert is a unit of the gate GEMM of its own.
-UNORDERED_TOKENS = 4
 
-# Most tokens of experts whose rows each token reads. Of more, each unit of pairs reads the union of its rows once, so
-# that no layer takes much longer than dense products, however many neurons fire.
-_EXPERTS_BY_TOKEN = 8
-
-
-def expert_down(dtype: torch.dtype, t: int, k: int, gated: bool, invariant: bool) -> specs.ExpertDownSpec:
-    """The second half of ``t`` tokens' experts, token by token; if ``invariant`` the same kernel for any t."""
-    small, large = specs.EXPERT_CLUSTERS
-    many = invariant or t > _EXPERTS_BY_TOKEN
-    cluster = small if many and k <= specs.TOKEN_K_CLASSES[small][-1] else large
-    return specs.ExpertDownSpec(dtype_name(dtype), specs.k_class(k, specs.TOKEN_K_CLASSES[cluster]), cluster, gated)
+def expert_down(dtype: torch.dtype, k: int, gated: bool) -> specs.ExpertDownSpec:
+    """The second half of experts, token by token: the fewest CTAs of a token that hold its row."""
+    cluster, classes = next(each for each in specs.EXPERT_K_CLASSES.items() if k <= each[1][-1])
+    return specs.ExpertDownSpec(dtype_name(dtype), specs.k_class(k, classes), cluster, gated)
 
 
-def by_union_of_experts(dtype: torch.dtype, t: int, n: int, gated: bool, invariant: bool) -> bool:
-    """Whether units of pairs share the rows of experts."""
-    return not (gated or invariant) and t > _EXPERTS_BY_TOKEN and n <= geometry.LONGEST_SUM[dtype_name(dtype)]
+def by_union_of_experts(dtype: torch.dtype, n: int, gated: bool, invariant: bool) -> bool:
+    """Whether units of pairs share the rows of experts: then no layer takes much longer than dense products."""
+    return not (gated or invariant) and n <= geometry.LONGEST_SUM[dtype_name(dtype)]
 
 
 # Most pairs of tokens and experts, over the experts, that are not left to dense products: without and with a gate.

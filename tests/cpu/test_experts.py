@@ -131,12 +131,3 @@ def test_a_rank_without_tokens_has_gradients(dtype: torch.dtype) -> None:
     p["w_up"] = p["w_up"].clone().requires_grad_()
     twell.sparse_experts(**p).sum().backward()
     assert not p["w_up"].grad.any()
-
-
-def test_units_that_share_rows_are_ordered(gpu: fake_gpu.FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few tokens, too, if they were to share rows."""
-    monkeypatch.setattr(tuning, "by_union_of_experts", lambda *_: True)
-    p = problem(t=3, k=64, n=264)
-    given = p["x"], p["w_up"], None, p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
-    fake_gpu.on_cuda("experts", *given, 8, "row", "relu", 0.0, False)
-    assert gpu.names() == ["expert_pairs", "expert_pack", "expert_union", "expert_gathered", "expert_sum"]

@@ -199,7 +199,7 @@ resolve.resolve = lambda spec, arch: lambda *arguments: None
 with noted("launch"):
     with twell._runtime.nvtx.range("unpack"):
         program.launch(specs.UnpackSpec("bfloat16"))
-        program.launch(specs.UpDownTokenSpec("bfloat16", 2048, 8, True))
+        program.launch(specs.UpDownTokenSpec("bfloat16", 2048, 4, True))
 print(json.dumps(found))
 """
 
@@ -257,7 +257,7 @@ EVENTS = {
         f"> ffn, inference: {SIZES} compression=8",
     ],
     "compiled step": [FORWARD[2:], f"hybrid_backward, backward: {SIZES}"],
-    "launch": ["unpack, inference: ", "> up_down_token, inference: kernel=up_down_token_bf16_k2048_x8"],
+    "launch": ["unpack, inference: ", "> up_down_token, inference: kernel=up_down_token_bf16_k2048_x4"],
 }
 
 

@@ -27,7 +27,9 @@ layer m=140 k=72 gated=False biases=up+down activation=fatrelu by_neuron=True de
 kept m=300 k=72 biases=gate+up+down activation=fatrelu by_neuron=True density=0.2
 kept m=130 k=64 n=5632 density=0.012
 kept m=5 k=64 n=72 pattern=all density=1.0
+layer m=3 k=16376 n=24 density=0.3 strategy=row+invariant  # the most columns of a cluster of four
 experts m=40 k=136 gated=False experts=4 slots=3 hot=0.5 absent=0.2 wide=False
+experts m=3 k=8200 n=24 density=0.3 experts=3 slots=2 absent=0.2
 layer m=40 k=144 n=264 biases=gate+up+down density=0.2 scales=row tokens=e4m3
 layer m=40 k=144 n=264 gated=False density=0.2 scales=row tokens=e4m3 fast=False
 layer m=130 k=144 n=264 biases=gate+up+down density=0.2 strategy=union scales=row tokens=e4m3
@@ -90,7 +92,7 @@ def test_who_begins_late_computes_nothing(emulator: Emulator) -> None:
     [
         # heavy tokens that many clusters share, beside light ones
         ("layer m=43 k=136 n=520 biases=up+down pattern=heavy-tokens density=0.02 aux=True", 4),
-        ("layer m=5 k=136 n=520 biases=up+down pattern=heavy-tokens density=0.02 aux=True", 8),
+        ("layer m=5 k=136 n=520 biases=up+down pattern=heavy-tokens density=0.02 aux=True", 4),
         ("layer m=5 k=136 n=520 biases=up+down pattern=heavy-tokens density=0.02 aux=True", 1),
         # none is heavy, and all are
         ("layer m=100 k=136 gated=False biases=up+down density=0.01 aux=True", 2),

@@ -1,8 +1,9 @@
 """``experts``: a layer of experts without gradients, y[t] = sum over its experts e of weights[t, e] * ffn_e(x[t]).
 
-By "row" the gate GEMM computes the experts that are touched. Then each of few tokens, or of layers with a gate, reads
-the weight rows of its non-zeros, those of all its experts in one sum. Of more tokens, units of up to 8, 32 or 64 tokens
-of an expert read the rows that any of them needs, and multiply them with rounded hidden states. "dense" is grouped
+By "row" few tokens without a gate take one pass over the weights. Else the gate GEMM computes the experts that are
+touched. Then each token of layers with a gate reads the weight rows of its non-zeros, those of all its experts in one
+sum. Without a gate, units of up to 8, 32 or 64 tokens of an expert read the rows that any of them needs, and multiply
+them with rounded hidden states. "dense" is grouped
 products of PyTorch. An id that is no expert's, below 0 or too large, adds nothing.
 
 x [T, K]; w_gate, w_up and w_down [E, N, K], with E up to 1,024; ids int32 or int64 and weights float32, both [T, k],
@@ -258,20 +259,13 @@ def launches(
     """Launch what fills ``y``: by the rows of each token or, of many tokens, by the union of rows of each unit."""
     (t, k), (count, n, _), top = x.shape, w_gate.shape, ids.shape[1]
     number, name = t * top, tuning.dtype_name(x.dtype)
-    by_union = tuning.by_union_of_experts(x.dtype, t, n, w_up is not None, invariant)
+    by_union = tuning.by_union_of_experts(x.dtype, n, w_up is not None, invariant)
     by_union = by_union and not _overflows(x.dtype, activation)
-    # each pair of few tokens is a unit, and no kernel puts them in order
-    direct = t <= tuning.UNORDERED_TOKENS and not (invariant or by_union)
-    most = specs.EXPERT_TOKENS[0] if direct else tuning.expert_tokens(number, count, invariant)
-    down = tuning.expert_down(x.dtype, t, k, w_up is not None, invariant)
+    most = tuning.expert_tokens(number, count, invariant)
+    down = tuning.expert_down(x.dtype, k, w_up is not None)
     first = 0 if by_union else geometry.TOKEN_COUNTERS + t * down.cluster
     counters = p.scratch(torch.int32, first + t)
-    if direct:
-        owners, places = (p.scratch(torch.int32, number) for _ in range(2))
-        units, total = p.scratch(torch.int32, 0, 4), p.scratch(torch.int32, 4)
-        pairs = Pairs(_words(ids), x, owners, places, units, total, counters)
-    else:
-        pairs = in_order(p, ids, x, count, most, counters)
+    pairs = in_order(p, ids, x, count, most, counters)
     width = geometry.words_per_tile(compression)
     how = width, threshold_pair(activation, x.dtype), activation.code()
     spec = specs.ExpertPackSpec(name, most)
@@ -282,7 +276,7 @@ def launches(
     tiles = geometry.tiles(n)
     words = p.scratch(torch.int32, number, tiles * width)
     spill = p.scratch(x.dtype, number, tiles * geometry.TILE)
-    p.launch(spec, pairs.rows, w_gate, words, spill, *of_units(pairs, p.scratch(x.dtype, 0, n)), *how)
+    p.launch(spec, pairs.rows, w_gate, words, spill, pairs.units, pairs.total, p.scratch(x.dtype, 0, n), *how)
     (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else all_rows(w_up), all_rows(w_down)
     # helpers add up the non-zeros of all tokens
     shared = not invariant and number * n < 1 << 31
@@ -297,13 +291,11 @@ def launches(
 class Pairs(NamedTuple):
     """Pairs of a token and an expert, as kernels take them; see expert_pairs.py."""
 
-    ids: View
     rows: View  # of x
     owners: View
     places: View
     units: View
     total: View
-    cleared: View  # counters that are still to be cleared
 
 
 def in_order(p: Program, ids: View, x: View, count: int, most: int, counters: View) -> Pairs:
@@ -315,17 +307,10 @@ def in_order(p: Program, ids: View, x: View, count: int, most: int, counters: Vi
     owners, places = (p.scratch(torch.int32, number) for _ in range(2))
     rows = p.scratch(x.dtype, number, x.shape[1])
     units, total = p.scratch(torch.int32, some, 4), p.scratch(torch.int32, 4)
-    made = Pairs(_words(ids), rows, owners, places, units, total, counters.part(0, 0))
     results = owners, places, rows, units, total, counters, p.scratch(torch.int32, count)
     spec = specs.ExpertPairsSpec(tuning.dtype_name(x.dtype))
-    p.launch(spec, made.ids, x, *results, most, tuning.PAIR_CTAS * p.multiprocessors)
-    return made
-
-
-def of_units(pairs: Pairs, hidden: View) -> tuple[View, ...]:
-    """The arguments of expert_pack.py behind words and spill; ``hidden`` is empty if it writes words."""
-    ids, _, owners, places, units, total, cleared = pairs
-    return units, total, hidden, ids, owners, places, cleared
+    p.launch(spec, _words(ids), x, *results, most, tuning.PAIR_CTAS * p.multiprocessors)
+    return Pairs(rows, owners, places, units, total)
 
 
 def hidden_states(
@@ -335,7 +320,7 @@ def hidden_states(
     dtype, tiles = pairs.rows.dtype, geometry.tiles(n)
     hidden = p.scratch(dtype, pairs.places.shape[0], n)
     packed = p.scratch(torch.int32, 0, tiles * how[0]), p.scratch(dtype, 0, tiles * geometry.TILE)
-    p.launch(spec, *rows, *weights, *packed, *of_units(pairs, hidden), *how)
+    p.launch(spec, *rows, *weights, *packed, pairs.units, pairs.total, hidden, *how)
     return hidden
 
 
