@@ -3,15 +3,15 @@
 By "row" few tokens without a gate take one pass over the weights. Else the gate GEMM computes the experts that are
 touched. Then each token of layers with a gate reads the weight rows of its non-zeros, those of all its experts in one
 sum. Without a gate, units of up to 8, 32 or 64 tokens of an expert read the rows that any of them needs, and multiply
-them with rounded hidden states. "dense" is grouped
-products of PyTorch. An id that is no expert's, below 0 or too large, adds nothing.
+them with rounded hidden states. "dense" is grouped products of PyTorch. An id that is no expert's, below 0 or too
+large, adds nothing.
 
 x [T, K]; w_gate, w_up and w_down [E, N, K], with E up to 1,024; ids int32 or int64 and weights float32, both [T, k],
-with k up to 32. Without a gate w_up is None, and the up projection stands at w_gate. Each weight may be a part of a
-larger one, as gate and up often are, if all its rows are equally far apart. ``compression`` is 2, 4 or 8, ``strategy``
-"auto", "dense" or "row"; ``invariant`` goes with "auto" and "row". ``activation`` and ``threshold`` are the layer's. y
-is [T, K]. On a CPU "auto" is dense, and an id below -1 or of E or more raises ValueError; on a GPU "auto" is as in
-``twell.sparse_experts``.
+with k up to 32; shared_up and shared_down [S, K], a layer of all tokens beside. Without a gate w_up is None, and the up
+projection stands at w_gate. Each weight may be a part of a larger one, as gate and up often are, if all its rows are
+equally far apart. ``compression`` is 2, 4 or 8, ``strategy`` "auto", "dense" or "row"; ``invariant`` goes with "auto"
+and "row". ``activation`` and ``threshold`` are the layer's. y is [T, K]. On a CPU "auto" is dense, and an id below -1
+or of E or more raises ValueError; on a GPU "auto" is as in ``twell.sparse_experts``.
 """
 
 import math
