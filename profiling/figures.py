@@ -314,7 +314,7 @@ def shapes() -> str:
         if not row["red"] and not row["training"] and row["gated"]:
             key = (row["k"], row["n"], row["pattern"], row["m"])
             best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"].rpartition("+")[2][0]))
-    tokens = (1, 16, 64, 256, 1024, 4096, 12288)
+    tokens = (64, 256, 1024, 4096, 12288)
     rows = []
     for k, n in SHAPES:
         for pattern in ("topic", "uniform", "denser"):

@@ -59,6 +59,8 @@ def points(rows: Iterable[Row]) -> list[Point]:
         if all(f'"{name}"' in case for name in STRATEGIES):
             row, dense = case['"row"'], fastest(case, DENSE)["us"]
             problem = costs.Problem(row["m"], row["k"], row["n"], True, False, float8=True)
+            if costs.in_one_pass(problem):
+                continue
             union = row["union"] or unions.get((row["workload"], row["n"]))
             figures = costs.Figures(row["nonzeros"], union, row["heaviest"])
             found.append(Point(problem, figures, {name: case[f'"{name}"']["us"] / dense for name in STRATEGIES}))
@@ -76,14 +78,15 @@ def fitted(found: Sequence[Point]) -> tables.Costs:
         groups.setdefault(point.problem, []).append(point)
     table: tables.Costs = {}
     for problem, group in sorted(groups.items()):
-        wide = costs.coefficients(problem._replace(float8=False))
+        # "union" of few tokens has the kernels of more, and may have no terms of its own
+        wide, many = (costs.coefficients(problem._replace(m=m, float8=False)) for m in (problem.m, 2048))
         dense = rounded(statistics.geometric_mean(point.relative["dense"] for point in group))
         entry: dict[str, tables.Terms] = {"dense": (dense, 0.0, 0.0, 0.0)}
         for name in STRATEGIES[:2]:
             own = [[factor / p.relative[name] for factor in costs.factors(problem, p.figures, name)] for p in group]
             terms = torch.tensor(own, dtype=torch.float64, device="cpu")
             usual = torch.diag(terms.mean(0))
-            like = usual @ torch.tensor(wide[name], dtype=torch.float64, device="cpu")
+            like = usual @ torch.tensor(wide.get(name, many[name]), dtype=torch.float64, device="cpu")
             target = torch.cat((torch.ones_like(terms[:, 0]), _OF_16_BITS * like / like.sum()))
             solution = tune.non_negative_least_squares(torch.cat((terms, _OF_16_BITS * usual)), target)
             base, union, density, heaviest = map(rounded, solution)

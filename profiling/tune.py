@@ -33,7 +33,8 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         "complete": False,
         "rows": [],
     }
-    steps = tune.plan(arguments.shapes, arguments.kinds, arguments.m, arguments.patterns)
+    chosen = arguments.shapes, arguments.kinds, arguments.m, arguments.patterns
+    steps = tune.plan(*chosen, tables.in_use(device.torch_device))
     found, options = 0, {"budget_s": arguments.budget_s, "seconds": arguments.seconds}
     for rows in tune.measure(steps, device, **options):
         found += 1

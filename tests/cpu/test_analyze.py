@@ -239,9 +239,9 @@ def test_each_strategy_has_its_reason() -> None:
     full = prediction.predict(report_of(140, 0.1), CALLS[3])
     assert full.strategy == "dense"
     assert "too near the sparse route's limit, 156" in full.reason
-    few = dataclasses.replace(tables.SHIPPED, costs={(False, False, 2048, 5632): {64: {"row": (0.5, 0.0, 0.0, 0.0)}}})
-    unknown = prediction.predict(report_of(3, 0.1, gated=False), Call(40, False), few)
-    assert unknown.reason == "no sparse kernel was measured for 40 tokens"
+    few = dataclasses.replace(tables.SHIPPED, costs={(True, False, 2048, 5632): {64: {"union": (0.5, 0.0, 0.0, 0.0)}}})
+    unknown = prediction.predict(report_of(3, 0.1, gated=False), Call(40, True), few)
+    assert unknown.reason == "no sparse kernel was measured for training on 40 tokens"
     odd = prediction.predict(report_of(3, 0.1, n=5630), CALLS[2])
     assert odd.strategy == "dense"
     assert "multiple of 8" in odd.reason

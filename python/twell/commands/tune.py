@@ -240,8 +240,12 @@ def plan(
     kinds: Sequence[str] | None = None,
     tokens: Sequence[int] | None = None,
     patterns: Sequence[str] | None = None,
+    table: tables.Table | None = None,
 ) -> list[Step]:
-    """All steps, layer by layer. ``shapes`` and ``tokens`` replace those of each kind of call."""
+    """All steps, layer by layer. ``shapes`` and ``tokens`` replace those of each kind of call.
+
+    Calls in one pass, on the GPU of ``table``, need no times.
+    """
     steps = []
     for k, n in shapes or SHAPES:
         for kind in kinds or KINDS:
@@ -253,8 +257,9 @@ def plan(
             for m in counts:
                 most = MOST_TOKENS_OF_DENSE if "training" not in kind else 0
                 chosen = tuple(pattern for pattern in patterns or PATTERNS if pattern != "dense" or m <= most)
-                if chosen:
-                    steps.append(Step(k, n, kind, m, chosen))
+                step = Step(k, n, kind, m, chosen)
+                if chosen and not costs.in_one_pass(step.problem, table):
+                    steps.append(step)
     return steps
 
 
@@ -442,8 +447,6 @@ def report(table: tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
     errors: list[tuple[float, str]] = []
     problems: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
     for row in usable(rows):
-        if costs.in_one_pass(problem_of(row)):
-            continue
         predicted = costs.costs(problem_of(row), measured_figures(row), fitted) if table else {}
         if row["strategy"] not in predicted:
             continue
@@ -522,7 +525,7 @@ def tune(arguments: argparse.Namespace, device: timing.Device) -> int:
     except (OSError, cache.UnsafeCacheError, ValueError) as error:
         raise RequestError(f"the table cannot be written: {error}") from error
     machine = testing.machine_line(device.torch_device)
-    steps = plan(arguments.shape, arguments.kinds)
+    steps = plan(arguments.shape, arguments.kinds, table=tables.in_use(device.torch_device))
     measured = list(measure(steps, device, budget_s=arguments.budget_s))
     rows = list(itertools.chain(*measured))
     costs = whole(fit(rows), steps)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from twell._runtime import geometry, specs
+from twell._runtime import geometry
 from twell.strategy import tables
 from twell.strategy.tables import SCREENED, Key, Table, Terms
 from twell.tuning import decode
@@ -178,7 +178,8 @@ def costs(problem: Problem, figures: Figures, table: Table | None = None, screen
     """
     if in_one_pass(problem, table):
         # both are that pass
-        predicted = dict.fromkeys(("row", "union"), _one_pass(problem, figures)) | {"dense": 1.0}
+        time = _one_pass(problem, figures) + copy_cost(problem)
+        predicted = {"row": time, "union": time, "dense": 1.0}
         return _eager(problem, predicted) if problem.eager else predicted
     copies, dense = copy_cost(problem), merged_cost(problem)
     predicted = {}
@@ -320,7 +321,7 @@ def decide(
     Without figures inference takes a sparse strategy, except in ``UNSURE_GRAPHS``, and training the dense one. Calls of
     a kind for which the table must not stand in (``Table.lacks``) are dense.
     """
-    if in_one_pass(problem, table):
+    if in_one_pass(problem, table) and not problem.down_copied:
         reason = "the layer is one pass over its weights, as fast as dense at least, whatever share fires"
         return Decision("row", reason, {} if figures is None else costs(problem, figures, table), final=True)
     problem, figures = _of_slice(problem, figures)
@@ -343,12 +344,7 @@ def decide(
 
 def in_one_pass(problem: Problem, table: Table | None = None) -> bool:
     """Whether a sparse call is of so few tokens that one kernel computes the layer, on the GPU of the table."""
-    if (
-        problem.training
-        or problem.down_copied
-        or not problem.one_pass
-        or not (tables.SHIPPED if table is None else table).screens
-    ):
+    if problem.training or not problem.one_pass or not (tables.SHIPPED if table is None else table).screens:
         return False
     dtype = torch.float8_e4m3fn if problem.float8 else torch.bfloat16
     return decode(dtype, problem.m, problem.k, "gated" if problem.gated else "plain") is not None
@@ -403,7 +399,7 @@ def _fresh(problem: Problem, table: Table | None) -> Decision:
         return Decision("dense", "a graph keeps its choice, and nothing was measured before it", {})
     assumed = costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)
     row, union = assumed.get("row", 1.0), assumed.get("union", math.inf)
-    if union <= WORST_CASE_PREMIUM * row and union < 1:
+    if not in_one_pass(problem, table) and union <= WORST_CASE_PREMIUM * row and union < 1:
         return Decision("union", "nothing measured yet, and its worst case is bounded", {})
     strategy = min((row if _takes_row(problem) else 1.0, "row"), (union, "union"), (assumed["dense"], "dense"))[1]
     return Decision(strategy, f"nothing measured yet, and the best for {problem.m} tokens of a sparse layer", {})
@@ -421,9 +417,9 @@ def coefficients(problem: Problem, table: Table | None = None) -> dict[str, Term
     The last one of ``SCREENED`` is per share of candidates instead. A table without it never has it chosen.
 
     They are those of the measured layers of this kind, weighted by 1 / distance^2 in log K and log N. Each layer's are
-    interpolated in log M between numbers of tokens that run the same kernels, since costs jump where kernels change.
-    Fewer tokens than were measured have no sparse strategy; more have the terms of the most. More neurons than
-    ``Table.union_neurons`` have no "union". A kind of calls that the table lacks (``Table.lacks``) has no strategy.
+    interpolated in log M; fewer and more tokens than were measured have those of the fewest and of the most, but
+    training on fewer has no sparse strategy. More neurons than ``Table.union_neurons`` have no "union". A kind of calls
+    that the table lacks (``Table.lacks``) has no strategy.
     """
     problem = problem._replace(down_copied=False, merged=False, eager=False)
     return _coefficients(problem, _of_weights(problem, table))
@@ -444,10 +440,9 @@ def _coefficients(problem: Problem, table: Table) -> dict[str, Terms]:
     layers = {key: nodes for key, nodes in table.costs.items() if _other_kind(problem, key) == kind}
     weighted: dict[str, list[tuple[float, Terms]]] = {}
     for key, nodes in layers.items():
-        if problem.m >= min(nodes):
+        if problem.m >= min(nodes) or not problem.training:
             weight = max(_distance(problem, key), 1e-3) ** -2
-            # other kernels are better than none
-            for name, terms in _between(problem.m, _same_kernels(problem, nodes) or nodes).items():
+            for name, terms in _between(problem.m, nodes).items():
                 if name != "row" and problem.n > table.union_neurons:
                     continue
                 if name == SCREENED and not table.screens:
@@ -465,12 +460,6 @@ def _distance(problem: Problem, key: Key) -> float:
 
 
 _Nodes = dict[int, dict[str, Terms]]
-
-
-def _same_kernels(problem: Problem, nodes: _Nodes) -> _Nodes:
-    """The numbers of tokens at which a layer runs the kernels that ``problem`` does: few may be one pass."""
-    most = specs.DECODE_TOKENS[-1]
-    return {m: entry for m, entry in nodes.items() if problem.training or (m <= most) == (problem.m <= most)}
 
 
 def _between(m: int, nodes: _Nodes) -> dict[str, Terms]:
