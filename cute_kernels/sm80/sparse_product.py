@@ -23,6 +23,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
 from ..common.copies import copy_async, store_pairs
+from ..common.lists import Lists
 from ..common.mma import clear, load_matrices, load_matrices_transposed, mma_16x8x16
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
@@ -83,39 +84,15 @@ def fragment_row(warp_m: Any, i: int) -> Any:
     return warp_m * (TILE_M // 2 // WARPS_M) + i % 2 * 16 + i // 2 * (TILE_M // 2)
 
 
-class SparseProduct:
+class SparseProduct(Lists):
     """The main loop, for a kernel that defines the methods below.
 
     Its operands, `data`, include `units`, their number, and `flushed`, the memory of flushed sums. After `longest`
     positions the sums of a unit are flushed.
     """
 
-    dtype: Any
-    products: int
-    longest: int
-
-    def tile_and_part(self, data, unit):
-        """Sparse tile and part of the columns of a unit."""
-        raise NotImplementedError
-
-    def list_extent(self, data, tile):
-        """Length of a tile's list, and where it begins."""
-        raise NotImplementedError
-
-    def chunk_start(self, data, tile, chunk):
-        """Index of the first coefficient of 64 list positions; of the chunk after the last: where they end."""
-        raise NotImplementedError
-
-    def row_index(self, data, at):
-        """Row at position `at` of the lists."""
-        raise NotImplementedError
-
     def source(self, data, part, product):
         """The dense matrix, and the first of a unit's columns in it."""
-        raise NotImplementedError
-
-    def load_coefficient(self, data, at, product):
-        """Coefficient `at` and its position, in two registers."""
         raise NotImplementedError
 
     def scatter_coefficient(self, data, tile, part, low, high, valid):
@@ -222,12 +199,6 @@ class SparseProduct:
         return Ahead(rows, words, first, last, next_first, next_last)
 
     # ---- the order of units and turns ----
-
-    @cute.jit
-    def unit_after(self, unit):
-        """The next unit of this CTA; each round reverses the order of CTAs, so long units pair with short ones."""
-        grid = Int32(cute.arch.grid_dim()[0])
-        return unit + 2 * (grid - unit % grid) - 1
 
     @cute.jit
     def unit_of(self, data, number):

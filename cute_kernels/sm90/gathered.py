@@ -62,8 +62,6 @@ class Fragments(NamedTuple):
 class Gathered(GatheredForm, SparseProduct):
     """The kernel, see common/gathered.py."""
 
-    stages = STAGES
-
     @cute.jit
     def launch(self, data, capacity, max_ctas, stream):
         mma, a_layout, b_layout = self.products_of()
@@ -115,7 +113,7 @@ class Gathered(GatheredForm, SparseProduct):
             self.sort_tiles(data, shared.sB.data_ptr(), THREADS, thread)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-                self.produce(ring, shared, data, thread)
+                self.fill(ring, shared, data, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
@@ -123,11 +121,6 @@ class Gathered(GatheredForm, SparseProduct):
                 mma.set(warpgroup.Field.ACCUMULATE, True)
                 fragments = self.fragments(mma, sA, sB, thread - 128)
                 self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)
-
-    @cute.jit
-    def produce(self, ring, shared, data: Operands, thread: Int32):
-        """Fill the stages."""
-        self.fill(ring, shared.sB.data_ptr(), data, thread)
 
     @cute.jit
     def gather(self, data: Operands, stage, part: Int32, rows: cute.Tensor, product: Int32, thread: Int32):

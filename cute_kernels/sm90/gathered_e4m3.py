@@ -33,7 +33,7 @@ from ..specs import GatheredSpec
 from .columns_e4m3 import BLOCKS, COLUMNS, ROWS, TILE_K, WIDTH, Columns, E4m3Columns
 from .gathered import Gathered
 from .ring import release
-from .sparse_product import AHEAD, GROUP_THREADS, IN_FLIGHT, Turn, gather_columns
+from .sparse_product import AHEAD, GROUP_THREADS, Turn, gather_columns
 
 assert WIDTH == TILE_N
 # values of h of a stage
@@ -45,7 +45,7 @@ PANEL_CLEAR = 1
 class GatheredE4m3(E4m3Columns, Gathered):
     """The kernel."""
 
-    stages, tokens = 6, TILE_M
+    stages, stage_values, tokens = 6, ROWS, TILE_M
 
     @cute.jit
     def __call__(self, *arguments: Any):
@@ -62,41 +62,11 @@ class GatheredE4m3(E4m3Columns, Gathered):
     # ---- the fill group ----
 
     @cute.jit
-    def produce(self, ring, shared, data: Operands, thread: Int32):
-        lane = thread & 31
-        rows, ahead = cute.make_rmem_tensor((4, 2), Int32), cute.make_rmem_tensor((AHEAD,), Uint32)
-        turn, current, following = self.first_turn(data, lane)
-        self.load_row_indices(data, rows, turn, current, thread)
-        self.load_ahead(data, ahead, turn, thread)
-        stage, phase, done, in_flight = Int32(0), Int32(1), Int32(0), Int32(0)
-        while turn.unit < data.units:
-            for second in range_constexpr(2):
-                if turn.chunk * 64 + 64 * second < current.length:
-                    cute.arch.mbarrier_wait(ring.empty + stage, phase)
-                    target = shared.sB.data_ptr() + stage * ROWS
-                    gather_columns(target, data.w, rows[None, second], current.part * (TILE_N // 2), thread, 2)
-                    cute.arch.cp_async_commit_group()
-                    self.fill_panel(data, shared.sA.data_ptr() + stage * PANEL, ahead, turn, second, thread)
-                    stage += 1
-                    if stage == self.stages:
-                        stage = Int32(0)
-                        phase = phase ^ 1
-                    if in_flight == IN_FLIGHT:
-                        cute.arch.cp_async_wait_group(IN_FLIGHT)
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.mbarrier_arrive(ring.full + done)
-                        done = done + 1 if done + 1 < self.stages else 0
-                    else:
-                        in_flight += 1
-            turn, current, following = self.next_turn(data, turn, current, following, lane)
-            self.load_row_indices(data, rows, turn, current, thread)
-            self.load_ahead(data, ahead, turn, thread)
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        while in_flight > 0:
-            cute.arch.mbarrier_arrive(ring.full + done)
-            done = done + 1 if done + 1 < self.stages else 0
-            in_flight -= 1
+    def gather(self, data: Operands, stage, part: Int32, rows: cute.Tensor, product: Int32, thread: Int32):
+        gather_columns(stage, data.w, rows, part * (TILE_N // 2), thread, 2)
+
+    def make_ahead(self) -> Any:
+        return cute.make_rmem_tensor((AHEAD,), Uint32)
 
     @cute.jit
     def load_ahead(self, data: Operands, ahead: cute.Tensor, turn: Turn, thread: Int32):
@@ -107,9 +77,9 @@ class GatheredE4m3(E4m3Columns, Gathered):
                 ahead[j] = Uint32(data.entries[at])
 
     @cute.jit
-    def fill_panel(self, data: Operands, panel, ahead: cute.Tensor, turn: Turn, second: cutlass.Constexpr, thread):
+    def fill_panel(self, data: Operands, panels, stage, ahead: cute.Tensor, turn: Turn, second, thread):
         """Clear a panel, and scatter the coefficients of one half of a turn's positions into it."""
-        zeros = cute.make_rmem_tensor((4,), Uint32)
+        panel, zeros = panels + stage * PANEL, cute.make_rmem_tensor((4,), Uint32)
         zeros.fill(0)
         for i in range_constexpr(PANEL // (8 * GROUP_THREADS)):
             line = cute.recast_ptr((panel + (i * GROUP_THREADS + thread) * 8).align(16), dtype=Uint32)

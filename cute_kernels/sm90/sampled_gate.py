@@ -26,28 +26,27 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import Boolean, Float32, Int32, Int64, const_expr, range_constexpr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common import launch, operands
 from ..common.activation import level_of
-from ..common.copies import copy_async
-from ..common.swizzle import swizzle_piece
 from ..common.units import LONG, begin, deal_units, find_unit, unit_after
 from ..common.values import widen
 from ..specs import SampledGateSpec
-from .copies import tma_load
+from .copies import Transfer, tma_load
 from .gate_pack import MMA_WARPS, REGISTERS_LOAD_PACK, REGISTERS_MMA, ROWS, THREADS, TILE_N, Barrier, Extent, GatePack
-from .ring import open_ring, release
+from .listed_rows import load_units, multiply_stages
+from .ring import open_ring
 
 TOKENS, TILE_K = geometry.TOKEN_TILE, 64
 HALF = TILE_N // 2
-# warps of the first group that pack and that load; rows that the latter copy at a time
+# warps of the first group that pack and that load
 PACK_WARPS, LOAD_WARPS = 2, 2
-PASS = 32 * LOAD_WARPS // (TILE_K // 8)
+LOAD_THREADS = 32 * LOAD_WARPS
 
 
 class Operands(NamedTuple):
@@ -105,14 +104,13 @@ class SampledGate(GatePack):
         self.shared = feasible.check_shared_memory(Shared)
         o = Operands(*given)
         if x.shape[0] > 0:
-            kernel = self.kernel(x_load.atom, x_load.tensor, o, w_layout, x_layout)
-            launch.start(kernel, (1, 1, max_ctas), THREADS, stream, ctas_per_sm=1)
+            kernel = self.kernel(x_load, o, w_layout, x_layout)
+            launch.start(kernel, max_ctas, THREADS, stream, ctas_per_sm=1)
 
     @cute.kernel
     def kernel(
         self,
-        x_tma: cute.CopyAtom,
-        x: cute.Tensor,
+        x: Transfer,
         o: Operands,
         w_layout: cute.ComposedLayout,
         x_layout: cute.ComposedLayout,
@@ -121,9 +119,9 @@ class SampledGate(GatePack):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
         if warp_index == PACK_WARPS:
-            cpasync.prefetch_descriptor(x_tma)
+            cpasync.prefetch_descriptor(x.atom)
         shared = SmemAllocator().allocate(self.shared)
-        ring = open_ring(shared, self.stages, 32 * LOAD_WARPS + 1, MMA_WARPS, thread)
+        ring = open_ring(shared, self.stages, LOAD_THREADS + 1, MMA_WARPS, thread)
         cute.arch.sync_threads()
         s = Views(
             sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
@@ -131,69 +129,29 @@ class SampledGate(GatePack):
             gate=shared.gate.data_ptr(),
         )
         launch.wait()
-        deal = deal_units(o.sizes, cute.arch.grid_dim()[2], 1, False)
-        index, k_tiles = cute.arch.block_idx()[2], cute.ceil_div(x.shape[1], TILE_K)
+        deal = deal_units(o.sizes, cute.arch.grid_dim()[0], 1, False)
+        index, k_tiles = cute.arch.block_idx()[0], cute.ceil_div(x.tensor.shape[1], TILE_K)
         if index < deal.ends[-1]:
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_LOAD_PACK)
                 if warp_index >= PACK_WARPS:
-                    index = self.load(
-                        ring, x_tma, x, s, shared.sW.data_ptr(), o, thread - 32 * PACK_WARPS, deal, k_tiles
+                    own = thread - 32 * PACK_WARPS
+                    index = load_units(
+                        ring, x, s.sX, shared.sW.data_ptr(), o, deal, k_tiles, self.stages, LOAD_THREADS, own
                     )
-                self.pack_units(s, o, index, warp_index, deal, x.shape[0])
+                self.pack_units(s, o, index, warp_index, deal, x.tensor.shape[0])
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
-                self.mma(ring, s, o, thread - 128, deal, k_tiles, x.shape[0])
+                self.mma(ring, s, o, thread - 128, deal, k_tiles, x.tensor.shape[0])
 
     # ---- roles ----
-
-    @cute.jit
-    def load(self, ring, x_tma, x: cute.Tensor, s: Views, sW, o: Operands, thread: Int32, deal, k_tiles: Int32):
-        """Load 64 columns of x and of the unit's rows of w per stage. Returns the index of the last unit."""
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(thread // 32)
-        tiles = cute.local_tile(x, (TOKENS, TILE_K), (None, None))
-        x_s, x_t = cpasync.tma_partition(
-            x_tma, 0, cute.make_layout(1), cute.group_modes(s.sX, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        first, piece = thread // 8, thread % 8
-        # in pieces of 16 bytes
-        rows = cute.make_rmem_tensor((TILE_N // PASS,), Uint32)
-        pitch = Uint32(o.w.stride[0] // 8)
-        target = sW + (first * TILE_K + swizzle_piece(first, piece))
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.stages)
-        index = last = cute.arch.block_idx()[2]
-        unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
-        while unit.chunks > 0:
-            for j in range_constexpr(TILE_N // PASS):
-                row = first + PASS * j
-                neuron = widen(o.neurons[unit.tile, unit.start * geometry.CHUNK + row]) if row < unit.length else 0
-                rows[j] = Uint32(neuron) * pitch + Uint32(piece)
-            for k in cutlass.range(k_tiles, unroll=1):
-                cute.arch.mbarrier_wait(ring.empty + state.index, state.phase)
-                if warp == 0:
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + state.index, TOKENS * TILE_K * 2)
-                    x_tile = x_t[None, unit.tile, k]
-                    cute.copy(x_tma, x_tile, x_s[None, state.index], tma_bar_ptr=ring.full + state.index)
-                size = Int32(16) if k * TILE_K + piece * 8 < x.shape[1] else Int32(0)
-                source = o.w.iterator + (k * TILE_K if size > 0 else 0)
-                stage = target + state.index * (TILE_N * TILE_K)
-                for j in range_constexpr(TILE_N // PASS):
-                    if j * PASS < unit.length:
-                        copy_async(stage + j * PASS * TILE_K, source + Int64(rows[j]) * 8, size)
-                cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + state.index)
-                state.advance()
-            last, index = index, unit_after(index, deal.ctas)
-            unit, cursor = find_unit(o.sizes, deal, index, cursor, 1)
-        return last
 
     @cute.jit
     def mma(self, ring, s: Views, o: Operands, thread: Int32, deal, k_tiles: Int32, tokens: Int32):
         """Main loop and the register half of the epilogue, for half of the unit's places."""
         half = cute.arch.make_warp_uniform(thread // 128)
         state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        index = first = cute.arch.block_idx()[2]
+        index = first = cute.arch.block_idx()[0]
         unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
         last = unit
         for places in (TILE_N, HALF):
@@ -224,22 +182,7 @@ class SampledGate(GatePack):
         rW = mma.make_fragment_A(leader.partition_A(cute.local_tile(s.sW, (places, TILE_K), (0, 0, None))))
         rX = mma.make_fragment_B(leader.partition_B(s.sX))
         acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((places, TOKENS)), Float32)
-        lane, read = cute.arch.lane_idx(), state.clone()
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range(k_tiles, unroll=1):
-            cute.arch.mbarrier_wait(ring.full + state.index, state.phase)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            warpgroup.fence()
-            for block in range_constexpr(TILE_K // 16):
-                cute.gemm(mma, acc, rW[None, None, block, state.index], rX[None, None, block, state.index], acc)
-                mma.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if k > 0:
-                read = release(ring, read, lane)
-            state.advance()
-        warpgroup.wait_group(0)
-        release(ring, read, lane)
+        state = multiply_stages(ring, mma, acc, rW, rX, k_tiles, state)
         if (unit.length < places) | (o.bias.shape[0] > 0):
             self.finish_gates(o, acc, unit, warp_index)
         if wait:

@@ -24,27 +24,23 @@ import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, range_constexpr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common import launch
-from ..common.copies import copy_async
 from ..common.sampled import CHUNKS, STAGED, TILE_M, TILE_N, Operands, SampledUpForm, Sampler, up_arguments
-from ..common.swizzle import swizzle_column, swizzle_piece
+from ..common.swizzle import swizzle_column
 from ..common.units import begin, deal_units, find_unit, unit_after
-from ..common.values import widen
 from ..specs import SampledUpSpec
-from .ring import open_ring, release
+from .copies import Transfer, tma_load
+from .listed_rows import TILE_K_BYTES, load_units, multiply_stages
+from .ring import open_ring
 from .sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS
 
-TILE_K_BYTES, MMA_K_BYTES = 128, 32
 STAGES = 3
 MMA_THREADS = 2 * GROUP_THREADS
-# threads that copy a row of w, 16 bytes each, and rows that are copied at a time
-PIECES = TILE_K_BYTES // 16
-PASS = GROUP_THREADS // PIECES
 
 
 class Barrier(IntEnum):
@@ -75,9 +71,7 @@ class SampledProduct(Sampler):
         shape = (TILE_M, TILE_N, self.tile_k())
         x_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, shape, self.value, STAGES)
         w_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, shape, self.value, STAGES)
-        x_tma, x_g = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), o.x, cute.slice_(x_layout, (None, None, 0)), (TILE_M, self.tile_k())
-        )
+        x = tma_load(o.x, x_layout, (TILE_M, self.tile_k()))
 
         @cute.struct
         class Shared:
@@ -90,14 +84,13 @@ class SampledProduct(Sampler):
 
         self.shared = feasible.check_shared_memory(Shared)
         if o.x.shape[0] > 0:
-            kernel = self.kernel(x_tma, x_g, o, capacity, x_layout, w_layout)
+            kernel = self.kernel(x, o, capacity, x_layout, w_layout)
             launch.start(kernel, max_ctas, THREADS, stream, ctas_per_sm=1)
 
     @cute.kernel
     def kernel(
         self,
-        x_tma: cute.CopyAtom,
-        x_g: cute.Tensor,
+        x: Transfer,
         o: Operands,
         capacity: Int32,
         x_layout: cute.ComposedLayout,
@@ -107,7 +100,7 @@ class SampledProduct(Sampler):
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
         if warp_index == 0:
-            cpasync.prefetch_descriptor(x_tma)
+            cpasync.prefetch_descriptor(x.atom)
         shared = SmemAllocator().allocate(self.shared)
         ring = open_ring(shared, STAGES, GROUP_THREADS + 1, MMA_THREADS // 32, thread)
         cute.arch.sync_threads()
@@ -118,49 +111,10 @@ class SampledProduct(Sampler):
             deal = deal_units(o.sizes, cute.arch.grid_dim()[0], 1, True)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-                self.load(s, shared.sW.data_ptr(), x_tma, x_g, o, columns, deal, thread)
+                load_units(ring, x, s.sX, shared.sW.data_ptr(), o, deal, columns, STAGES, GROUP_THREADS, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 self.mma(s, o, columns, deal, thread - 128)
-
-    @cute.jit
-    def load(self, s: Views, sW, x_tma, x_g: cute.Tensor, o: Operands, columns: Int32, deal, thread: Int32):
-        """Load columns of x and of the unit's rows of w, stage by stage."""
-        lane = cute.arch.lane_idx()
-        warp_index = cute.arch.make_warp_uniform(thread // 32)
-        tile_k, of_piece = self.tile_k(), self.tile_k() // PIECES
-        tiles = cute.local_tile(x_g, (TILE_M, tile_k), (None, None))
-        x_s, x_t = cpasync.tma_partition(
-            x_tma, 0, cute.make_layout(1), cute.group_modes(s.sX, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        first, piece = thread // PIECES, thread % PIECES
-        rows = cute.make_rmem_tensor((TILE_N // PASS,), Int64)
-        target = sW + (first * tile_k + swizzle_piece(first, piece) * of_piece // 8)
-        state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-        index = cute.arch.block_idx()[0]
-        unit, cursor = find_unit(o.sizes, deal, index, begin(), 1)
-        while unit.chunks > 0:
-            for j in range_constexpr(TILE_N // PASS):
-                row = first + PASS * j
-                neuron = widen(o.neurons[unit.tile, unit.start * geometry.CHUNK + row]) if row < unit.length else 0
-                rows[j] = Int64(neuron) * o.w.stride[0] + piece * of_piece
-            for k in cutlass.range(columns, unroll=1):
-                cute.arch.mbarrier_wait(s.ring.empty + state.index, state.phase)
-                if warp_index == 0:
-                    if lane == 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(s.ring.full + state.index, TILE_M * TILE_K_BYTES)
-                    x_tile = x_t[None, unit.tile, k]
-                    cute.copy(x_tma, x_tile, x_s[None, state.index], tma_bar_ptr=s.ring.full + state.index)
-                size = Int32(16) if k * tile_k + piece * of_piece < o.w.shape[1] else Int32(0)
-                column = k * tile_k if size > 0 else 0
-                stage = target + state.index * (TILE_N * tile_k)
-                for j in range_constexpr(TILE_N // PASS):
-                    if j * PASS < unit.length:
-                        copy_async(stage + j * PASS * tile_k, o.w.iterator + (rows[j] + column), size)
-                cute.arch.cp_async_mbarrier_arrive_noinc(s.ring.full + state.index)
-                state.advance()
-            index = unit_after(index, deal.ctas)
-            unit, cursor = find_unit(o.sizes, deal, index, cursor, 1)
 
     @cute.jit
     def mma(self, s: Views, o: Operands, columns: Int32, deal, thread: Int32):
@@ -178,7 +132,7 @@ class SampledProduct(Sampler):
     def compute_unit(self, s: Views, o: Operands, columns: Int32, unit, state, chunks: cutlass.Constexpr, thread):
         """Multiply and sample a unit of so many chunks; returns the next state of the ring."""
         half = cute.arch.make_warp_uniform(thread // 128)
-        lane, places = cute.arch.lane_idx(), chunks * geometry.CHUNK
+        places = chunks * geometry.CHUNK
         mma = sm90.make_trivial_tiled_mma(
             self.value, self.value, OperandMajorMode.K, OperandMajorMode.K, Float32, (2, 1, 1), (64, places)
         )
@@ -186,23 +140,8 @@ class SampledProduct(Sampler):
         rX = mma.make_fragment_A(leader.partition_A(s.sX))
         rW = mma.make_fragment_B(leader.partition_B(cute.local_tile(s.sW, (places, self.tile_k()), (0, 0, None))))
         acc = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((TILE_M, places)), Float32)
-        read = state.clone()
         loaded = self.load_ahead(o, unit, chunks, thread)
-        mma.set(warpgroup.Field.ACCUMULATE, False)
-        for k in cutlass.range(columns, unroll=1):
-            cute.arch.mbarrier_wait(s.ring.full + state.index, state.phase)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            warpgroup.fence()
-            for block in range_constexpr(TILE_K_BYTES // MMA_K_BYTES):
-                cute.gemm(mma, acc, rX[None, None, block, state.index], rW[None, None, block, state.index], acc)
-                mma.set(warpgroup.Field.ACCUMULATE, True)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            if k > 0:
-                read = release(s.ring, read, lane)
-            state.advance()
-        warpgroup.wait_group(0)
-        release(s.ring, read, lane)
+        state = multiply_stages(s.ring, mma, acc, rX, rW, columns, state)
         self.sample_unit(s, o, acc, loaded, unit, chunks, thread)
         return state
 

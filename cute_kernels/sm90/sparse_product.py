@@ -14,6 +14,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from .. import feasible
 from ..common.copies import copy_async, store_values
+from ..common.lists import Lists
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import pack, transpose_quad
@@ -108,7 +109,7 @@ class Walk(NamedTuple):
     ahead: Any  # the next turn
 
 
-class SparseProduct:
+class SparseProduct(Lists):
     """Warp roles of a kernel that multiplies sparse tiles by the rows that their lists name.
 
     A unit of work is a tile of sparse rows and a part of the columns; units with the longest lists come first. A turn
@@ -123,31 +124,11 @@ class SparseProduct:
     """
 
     has_bias = False
-    products: int
-    longest: int
-
-    def tile_and_part(self, data, unit):
-        """Sparse tile and part of the columns of a unit."""
-        raise NotImplementedError
-
-    def list_extent(self, data, tile):
-        """Length of a tile's list, and where it begins."""
-        raise NotImplementedError
-
-    def chunk_start(self, data, tile, chunk):
-        """Index of the first coefficient of 64 list positions; of the chunk after the last: where they end."""
-        raise NotImplementedError
-
-    def row_index(self, data, at):
-        """Row at position `at` of the lists."""
-        raise NotImplementedError
+    # of the ring, and 16-bit values of each
+    stages, stage_values = STAGES, 256 * 64
 
     def gather(self, data, stage, part, rows, product, thread):
         """Copy a part of the columns of 64 rows into a stage."""
-        raise NotImplementedError
-
-    def load_coefficient(self, data, at, product):
-        """Coefficient `at` and its position, in two registers."""
         raise NotImplementedError
 
     def scatter_coefficient(self, data, tile, part, half, low, high, valid):
@@ -158,42 +139,54 @@ class SparseProduct:
         """Main loop and epilogue of a unit; returns the walk."""
         raise NotImplementedError
 
+    def make_ahead(self) -> Any:
+        """Registers of the group that gathers for `load_ahead`."""
+
+    def load_ahead(self, data, ahead, turn, thread):
+        """Load what else the group that gathers needs of a turn."""
+
+    def fill_panel(self, data, panels, stage, ahead, turn, second, thread):
+        """Fill the rest of a stage while its rows are copied."""
+
     @cute.jit
-    def fill(self, ring, sB, data, thread: Int32):
+    def fill(self, ring, shared, data, thread: Int32):
         """Gather 64 rows per stage; 128 threads arrive at its full barrier when their copies are complete.
 
         cp.async writes by the generic proxy, WGMMA reads by the async proxy: the fence between them is here.
         """
         lane = thread & 31
-        rows = cute.make_rmem_tensor((4, 2), Int32)
+        rows, ahead = cute.make_rmem_tensor((4, 2), Int32), self.make_ahead()
         turn, current, following = self.first_turn(data, lane)
         self.load_row_indices(data, rows, turn, current, thread)
+        self.load_ahead(data, ahead, turn, thread)
         stage, phase, done, in_flight = Int32(0), Int32(1), Int32(0), Int32(0)
         while turn.unit < data.units:
             for second in range_constexpr(2):
                 if turn.chunk * 64 + 64 * second < current.length:
                     cute.arch.mbarrier_wait(ring.empty + stage, phase)
-                    target = sB + stage * (256 * 64)
+                    target = shared.sB.data_ptr() + stage * self.stage_values
                     self.gather(data, target, current.part, rows[None, second], turn.product, thread)
                     cute.arch.cp_async_commit_group()
+                    self.fill_panel(data, shared.sA.data_ptr(), stage, ahead, turn, second, thread)
                     stage += 1
-                    if stage == STAGES:
+                    if stage == self.stages:
                         stage = Int32(0)
                         phase = phase ^ 1
                     if in_flight == IN_FLIGHT:
                         cute.arch.cp_async_wait_group(IN_FLIGHT)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         cute.arch.mbarrier_arrive(ring.full + done)
-                        done = done + 1 if done + 1 < STAGES else 0
+                        done = done + 1 if done + 1 < self.stages else 0
                     else:
                         in_flight += 1
             turn, current, following = self.next_turn(data, turn, current, following, lane)
             self.load_row_indices(data, rows, turn, current, thread)
+            self.load_ahead(data, ahead, turn, thread)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
         while in_flight > 0:
             cute.arch.mbarrier_arrive(ring.full + done)
-            done = done + 1 if done + 1 < STAGES else 0
+            done = done + 1 if done + 1 < self.stages else 0
             in_flight -= 1
 
     @cute.jit
@@ -347,12 +340,6 @@ class SparseProduct:
             cute.autovec_copy(zeros, cute.make_tensor(line + i * (4 * GROUP_THREADS), cute.make_layout(4)))
 
     # ---- the order of turns ----
-
-    @cute.jit
-    def unit_after(self, unit: Int32):
-        """The next unit of this CTA; each round reverses the order of CTAs, so long units pair with short ones."""
-        grid = Int32(cute.arch.grid_dim()[0])
-        return unit + 2 * (grid - unit % grid) - 1
 
     @cute.jit
     def first_turn(self, data, lane: Int32):

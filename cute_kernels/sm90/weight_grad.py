@@ -128,7 +128,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
             cut = self.cut_lists(data, pieces, numbers, shared.sB.data_ptr(), THREADS, thread)
             if group == 0:
                 cute.arch.setmaxregister_decrease(REGISTERS_FILL)
-                self.fill(ring, shared.sB.data_ptr(), cut, thread)
+                self.fill(ring, shared, cut, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)

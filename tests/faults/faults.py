@@ -55,9 +55,9 @@ FAULTS = (
     ),
     Fault(
         "kernels: column behind the last one",
-        "cute_kernels/sm90/sampled_up.py",
-        "if k * tile_k + piece * of_piece < o.w.shape[1] else Int32(0)",
-        "if k * tile_k + piece * of_piece <= o.w.shape[1] else Int32(0)",
+        "cute_kernels/sm90/listed_rows.py",
+        "if k * tile_k + piece * values < o.w.shape[1] else Int32(0)",
+        "if k * tile_k + piece * values <= o.w.shape[1] else Int32(0)",
         "tests/emulator/test_kernels.py -k up_projection",
     ),
     Fault(
