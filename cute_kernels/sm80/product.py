@@ -152,7 +152,7 @@ class Product:
                     stage = stage + 1 if stage + 1 < STAGES else 0
                 self.load_fragments(f, stage, (block + 1) % BLOCKS)
                 for i in range_constexpr(self.m_frags):
-                    self.multiply(f, block % 2, i)
+                    multiply(f, block % 2, i, self.dtype)
                     # copies between products, which hide their instructions
                     if const_expr(block == BLOCKS - 1):
                         for index in range_constexpr(i, self.copies, self.m_frags):
@@ -213,14 +213,16 @@ class Product:
             for j in range_constexpr(4):
                 f.rB[j % 2, 2 * i + j // 2, block % 2] = four[j]
 
-    @cute.jit
-    def multiply(self, f: Fragments, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
-        """Add the products of 16 rows of A, by one set of fragments."""
-        for k in range_constexpr(self.n_frags):
-            # neighbours share an operand
-            n = k if i % 2 == 0 else self.n_frags - 1 - k
-            a = [f.rA[j, i, buffer] for j in range(4)]
-            sums = [f.acc[j, n, i] for j in range(4)]
-            sums = mma_16x8x16(sums, *a, f.rB[0, n, buffer], f.rB[1, n, buffer], self.dtype)
-            for j in range_constexpr(4):
-                f.acc[j, n, i] = sums[j]
+
+@cute.jit
+def multiply(f: Any, buffer: cutlass.Constexpr, i: cutlass.Constexpr, dtype: cutlass.Constexpr) -> None:
+    """Add the products of fragment `i` of A, 16 rows, by one of two sets of fragments."""
+    n_frags = cute.size(f.rB, mode=[1])
+    for k in range_constexpr(n_frags):
+        # neighbours share an operand
+        n = k if i % 2 == 0 else n_frags - 1 - k
+        a = [f.rA[j, i, buffer] for j in range(4)]
+        sums = [f.acc[j, n, i] for j in range(4)]
+        sums = mma_16x8x16(sums, *a, f.rB[0, n, buffer], f.rB[1, n, buffer], dtype)
+        for j in range_constexpr(4):
+            f.acc[j, n, i] = sums[j]

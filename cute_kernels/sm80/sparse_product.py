@@ -24,11 +24,11 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, 
 
 from ..common.copies import copy_async, store_pairs
 from ..common.lists import Lists
-from ..common.mma import clear, load_matrices, load_matrices_transposed, mma_16x8x16
+from ..common.mma import clear, load_matrices, load_matrices_transposed
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
 from ..common.values import pack
-from .product import THREADS, WARPS_M, WARPS_N
+from .product import THREADS, WARPS_M, WARPS_N, multiply
 
 TILE_M, TILE_N, TURN, STEP = 128, 256, 64, 32
 STAGES, TURNS = 4, 3
@@ -106,7 +106,7 @@ class SparseProduct(Lists):
     @cute.jit
     def multiply_part(self, data, f, part, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
         """Add the products of 16 sparse rows, if a unit with this part has them."""
-        self.multiply(f, buffer, i)
+        multiply(f, buffer, i, self.dtype)
 
     @cute.jit
     def compute_units(self, data, shared, at, long: cutlass.Constexpr):
@@ -320,18 +320,6 @@ class SparseProduct(Lists):
             four = load_matrices_transposed(b + swizzle_piece(position, 2 * i + piece))
             for j in range_constexpr(4):
                 f.rB[j % 2, 2 * i + j // 2, block % 2] = four[j]
-
-    @cute.jit
-    def multiply(self, f, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
-        """Add the products of 16 sparse rows, by one set of fragments."""
-        for k in range_constexpr(N_FRAGS):
-            # neighbours share an operand
-            n = k if i % 2 == 0 else N_FRAGS - 1 - k
-            a = [f.rA[j, i, buffer] for j in range(4)]
-            sums = [f.acc[j, n, i] for j in range(4)]
-            sums = mma_16x8x16(sums, *a, f.rB[0, n, buffer], f.rB[1, n, buffer], self.dtype)
-            for j in range_constexpr(4):
-                f.acc[j, n, i] = sums[j]
 
 
 @cute.jit

@@ -19,7 +19,7 @@ from ..common.copies import address
 from ..common.mma import mma_16x8x16
 from ..common.weight_grad import PIECES, TILE_M, TILE_N, Operands, WeightGradForm, arguments
 from ..specs import WeightGradSpec
-from .product import THREADS, thread_index
+from .product import THREADS, multiply, thread_index
 from .sparse_product import M_FRAGS, N_FRAGS, SHARED_VALUES, TURN, Source, SparseProduct, fragment_row, store_rounded
 
 
@@ -86,12 +86,12 @@ class WeightGrad(WeightGradForm, SparseProduct):
             if part == 2 * data.slabs:
                 self.add_row(f, buffer, i)
             elif i < M_FRAGS // 2 or part < data.slabs:
-                self.multiply(f, buffer, i)
+                multiply(f, buffer, i, self.dtype)
         elif const_expr(i < M_FRAGS // 2):
-            self.multiply(f, buffer, i)
+            multiply(f, buffer, i, self.dtype)
         elif const_expr(self.gated):
             if part < data.slabs:
-                self.multiply(f, buffer, i)
+                multiply(f, buffer, i, self.dtype)
 
     @cute.jit
     def add_row(self, f, buffer: cutlass.Constexpr, i: cutlass.Constexpr):

@@ -13,11 +13,11 @@ from cutlass import Boolean, Int32, Int64, Uint16, Uint32, const_expr, range_con
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import feasible
-from ..common.copies import copy_async, store_values
+from ..common.copies import copy_async, store_pairs
 from ..common.lists import Lists
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
-from ..common.values import pack, transpose_quad
+from ..common.values import pack
 from .ring import release
 
 # one warp group gathers, two multiply
@@ -398,18 +398,6 @@ def store_rounded(
     lane: Int32,
     dtype: cutlass.Constexpr,
 ) -> None:
-    """Round rows g + 8 i of a warp's WGMMA sums [16, columns] and store them at `row`, which has `left` columns.
-
-    Lane 4 g + q holds columns 8 v + 2 q and 8 v + 2 q + 1 of row g. After a transpose it holds all eight columns of
-    v = 4 u + q, which are 16 bytes.
-    """
-    quad = cute.make_rmem_tensor((4,), Uint32)
-    for u in range_constexpr(columns // 32):
-        words = transpose_quad(
-            [pack(acc[(0, i, 4 * u + v), 0, 0], acc[(1, i, 4 * u + v), 0, 0], dtype) for v in range(4)], lane
-        )
-        at = 32 * u + 8 * (lane & 3)
-        if at < left:
-            for v in range_constexpr(4):
-                quad[v] = words[v]
-            store_values(row + at, quad)
+    """Round rows g + 8 i of a warp's WGMMA sums [16, columns] and store them at `row`, which has `left` columns."""
+    pairs = [pack(acc[(0, i, v), 0, 0], acc[(1, i, v), 0, 0], dtype) for v in range(columns // 8)]
+    store_pairs(pairs, row, left, lane)
