@@ -64,9 +64,9 @@ LONGEST_SUM = {"bfloat16": 1 << 15, "float16": 1 << 13}
 SLAB = 256
 
 # Long lists of weight_grad.py are cut, so that there are about so many units of work of equal length, but not into
-# pieces of fewer tokens than this. fp32 sums of a unit, by 256 threads of up to 132; and counters, one per warp.
+# pieces of fewer tokens than this. fp32 sums of a unit, by 256 threads of up to 128; and counters, one per warp.
 CUT_UNITS, LEAST_PIECE = 256, 1024
-UNIT_SUMS, UNIT_WARPS = 256 * 132, 8
+UNIT_SUMS, UNIT_WARPS = 256 * 128, 8
 
 # Most fp32 sums that a CTA keeps in registers: 192 in each of 256 threads.
 CTA_SUMS = 192 * 256
@@ -151,13 +151,14 @@ def hybrid_words(capacity: int, value_bytes: int) -> int:
     return capacity + capacity * value_bytes // 4
 
 
-def cut_units(m: int, parts: int) -> int:
-    """Most units of the pieces of lists that weight_grad.py cuts, for ``m`` tokens and pieces of ``parts`` units each.
+def cut_units(m: int, k: int, bias: bool) -> int:
+    """Most units of the pieces of lists that weight_grad.py cuts, for ``m`` tokens and ``k`` columns.
 
-    A list is cut if it is longer than a piece, and a piece is at least 1 / w of all lists, w = CUT_UNITS / ``parts``.
-    So fewer than w lists are cut, into fewer than 2 w pieces.
+    A list is cut if it is longer than a piece, and a piece is at least 1 / w of all lists, w = CUT_UNITS / units of
+    both matrices. So fewer than w lists are cut, into fewer than 2 w pieces.
     """
-    return 2 * max(1, CUT_UNITS // parts) * parts if m > LEAST_PIECE else 0
+    units = 2 * -(-k // SLAB)
+    return 2 * max(1, CUT_UNITS // units) * (units + bias) if m > LEAST_PIECE else 0
 
 
 def sums_aside(dtype: str, terms: int, ctas: int) -> int:

@@ -550,9 +550,8 @@ class WeightGradSpec(_FamilyKernel):
     """``x, dy, packed coefficients by neuron tile -> weight gradients``."""
 
     gated: bool
-    bias: bool
     op: ClassVar[str] = "weight_grad"
-    suffixes: ClassVar[Suffixes] = {"gated": {False: "_plain"}, "bias": {True: "_bias"}}
+    suffixes: ClassVar[Suffixes] = {"gated": {False: "_plain"}}
 
 
 @dataclass(frozen=True)
@@ -610,7 +609,7 @@ def all_specs() -> tuple[Spec, ...]:
         MatrixTransposeSpec(),
         MatrixTransposeSpec(8),
         *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
-        *(WeightGradSpec(d, g, b, family=f) for f in FAMILIES for d in DTYPES for g in flags for b in flags),
+        *(WeightGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
         *(OverflowSpec(d) for d in DTYPES),
     )
 

@@ -2,11 +2,12 @@
 dw_down = h^T dy, over the tokens that fire at least one of the tile's neurons: the operands, the units of work and the
 coefficients, for the kernels of all families.
 
-A unit of work is a piece of a neuron tile's list of tokens, a slab of 256 columns, and one of x and dy; its inner
-dimension is the piece. The longest pieces come first. Popular neurons have long lists, which are cut into pieces of
-equal length. It follows from all lists and from K, not from the GPU. The sums of such a piece are stored in fp32, and
-the last warp to store its part of a list adds those of all pieces in their order: who is last makes no difference.
-Sums are flushed after `longest` list positions.
+A unit of work is a piece of a neuron tile's list of tokens, and a slab of 256 columns of x or dy; its inner dimension
+is the piece. With biases a piece has one more unit: their gradients are products with ones in place of rows. The
+longest pieces come first. Popular neurons have long lists, which are cut into pieces of equal length. It follows from
+all lists and from K, not from the GPU. The sums of such a piece are stored in fp32, and the last warp to store its part
+of a list adds those of all pieces in their order: who is last makes no difference. Sums are flushed after `longest`
+list positions.
 """
 
 from typing import Any, NamedTuple
@@ -54,42 +55,44 @@ class Operands(NamedTuple):
     partial: Any  # sums of pieces of lists, empty if none may be cut
     arrivals: Any  # zeros: pieces that are stored, by list, part and warp
     slabs: Any
+    first_dy: Any  # the first part of dy: parts are the slabs of x, one of ones if there are biases, and those of dy
     units: Any
     pieces: Any = None  # in shared memory: list and index of each piece, the longest first
     piece: Any = None  # positions of a piece
 
 
 class WeightGradForm:
-    """For one dtype, gated or not, with bias gradients or not; sizes stay symbolic."""
+    """For one dtype, gated or not; sizes stay symbolic. Empty gradients of biases stand for none."""
 
     products = 1
 
     def __init__(self, spec: Any):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.gated, self.has_bias = spec.gated, spec.bias
+        self.gated = spec.gated
         self.longest = geometry.LONGEST_SUM[spec.dtype]
 
     @cute.jit
     def __call__(self, *arguments: Any):
         """The operands up to the arrivals, the capacity, the number of CTAs and the stream."""
         *given, capacity, max_ctas, stream = arguments
-        x, _, order, *_ = given
-        slabs = cute.ceil_div(x.shape[1], TILE_N)
-        units = cute.ceil_div(order.shape[0], TILE_M) * self.parts(slabs)
-        self.launch(Operands(*[*given, slabs, units]), capacity, max_ctas, stream)
+        slabs = cute.ceil_div(given[0].shape[1], TILE_N)
+        data = Operands(*[*given, slabs, slabs, Int32(0)])
+        data = data._replace(first_dy=slabs + Int32(data.db_gate.shape[0] > 0))
+        units = cute.ceil_div(data.order.shape[0], TILE_M) * self.parts(data)
+        self.launch(data._replace(units=units), capacity, max_ctas, stream)
 
     def launch(self, data, capacity, max_ctas, stream):
         """Launch the kernel."""
         raise NotImplementedError
 
-    def parts(self, slabs):
+    def parts(self, data):
         """Units of a neuron tile."""
-        return 2 * slabs
+        return data.slabs + data.first_dy
 
     @cute.jit
     def tile_and_part(self, data: Operands, unit: Int32):
-        """Neuron tile and part: the slabs of x, those of dy and what else a kernel has."""
-        parts = self.parts(data.slabs)
+        """Neuron tile and part."""
+        parts = self.parts(data)
         tile = unit // parts
         return tile, unit - tile * parts
 
@@ -134,7 +137,7 @@ class WeightGradForm:
                 lists[i, 0] = data.tiles[i, 3]
         cute.arch.sync_threads()
         total, longest = Int32(0), Int32(0)
-        wanted = cutlass.max(geometry.CUT_UNITS // self.parts(data.slabs), 1)
+        wanted = cutlass.max(geometry.CUT_UNITS // (2 * data.slabs), 1)
         if tiles <= PIECES:
             for i in cutlass.range(lane, tiles, 32, unroll=1):
                 total += lists[i, 0]
@@ -172,7 +175,7 @@ class WeightGradForm:
             numbers[0], numbers[1] = Int32(WHOLE), tiles
         cute.arch.sync_threads()
         piece, units = (cute.arch.make_warp_uniform(numbers[i]) for i in range(2))
-        return data._replace(pieces=pieces, piece=piece, units=units * self.parts(data.slabs))
+        return data._replace(pieces=pieces, piece=piece, units=units * self.parts(data))
 
     @cute.jit
     def piece_at(self, data: Operands, rank: Int32):
@@ -190,22 +193,22 @@ class WeightGradForm:
         return data.tiles[tile, 3] > data.piece
 
     @cute.jit
-    def join(self, data: Operands, sums: cute.Tensor, own, rank: Int32, part: Int32, thread: Int32):
+    def join(self, data: Operands, sums: cute.Tensor, rank: Int32, part: Int32, thread: Int32):
         """Store a thread's sums of a piece. The last warp to do so for its part of a list adds those of all pieces.
 
-        Returns whether this is the last one. `own` are more sums, None for none. `thread` is the index among those that
-        hold sums; all lanes of a warp must take part.
+        Returns whether this is the last one. `thread` is the index among those that hold sums; all lanes of a warp must
+        take part.
         """
         lane, warp = cute.arch.lane_idx(), cute.arch.make_warp_uniform(thread // 32)
         tile, index = self.piece_at(data, rank)
-        parts, first = self.parts(data.slabs), Int32(0)
+        parts, first = self.parts(data), Int32(0)
         # pieces of the lists before that are cut
         for j in cutlass.range(lane, tile, 32, unroll=1):
             other = data.tiles[j, 3]
             first += cute.ceil_div(other, data.piece) if other > data.piece else 0
         first = Int32(cute.arch.warp_redux_sync(first, "add"))
         pieces = cute.ceil_div(data.tiles[tile, 3], data.piece)
-        self.copy_sums(data, sums, own, (first + index) * parts, part, thread, False)
+        self.copy_sums(data, sums, (first + index) * parts, part, thread, False)
         cute.arch.sync_warp()
         arrived = Int32(0)
         if lane == 0:
@@ -215,38 +218,26 @@ class WeightGradForm:
         if last:
             cute.arch.fence_acq_rel_gpu()
             clear(sums)
-            if const_expr(own is not None):
-                clear(own)
             for p in cutlass.range(pieces, unroll=1):
-                self.copy_sums(data, sums, own, (first + p) * parts, part, thread, True)
+                self.copy_sums(data, sums, (first + p) * parts, part, thread, True)
         return last
 
     @cute.jit
-    def copy_sums(self, data: Operands, sums: cute.Tensor, own, unit: Int32, part, thread, add: cutlass.Constexpr):
+    def copy_sums(self, data: Operands, sums: cute.Tensor, unit: Int32, part, thread, add: cutlass.Constexpr):
         """Store a thread's sums in the memory of unit `unit` + `part`, or add those there to them."""
         base = data.partial.iterator + (Int64(unit + part) * geometry.UNIT_SUMS + thread * 4)
         half = cute.size(sums) // 2
-        self.copy_values(base, sums, 0, half, 0, add)
+        self.copy_values(base, sums, 0, half, add)
         if self.has_all_sums(data, part):
-            self.copy_values(base, sums, half, 2 * half, 0, add)
-        if const_expr(own is not None):
-            self.copy_values(base, own, 0, cute.size(own), geometry.UNIT_SUMS // SUM_THREADS - cute.size(own), add)
+            self.copy_values(base, sums, half, 2 * half, add)
 
     @cute.jit
-    def copy_values(
-        self,
-        base,
-        sums: cute.Tensor,
-        first: cutlass.Constexpr,
-        last: cutlass.Constexpr,
-        before: cutlass.Constexpr,
-        add: cutlass.Constexpr,
-    ):
-        """The same for some values, whose memory lies behind that of `before` others."""
+    def copy_values(self, base, sums, first: cutlass.Constexpr, last: cutlass.Constexpr, add: cutlass.Constexpr):
+        """The same for some of them."""
         flat = cute.make_tensor(sums.iterator, cute.make_layout(cute.size(sums)))
         four = cute.make_rmem_tensor((4,), Float32)
         for i in range_constexpr(first, last, 4):
-            line = cute.make_tensor((base + (before + i) * SUM_THREADS).align(16), cute.make_layout(4))
+            line = cute.make_tensor((base + i * SUM_THREADS).align(16), cute.make_layout(4))
             if const_expr(add):
                 cute.autovec_copy(line, four)
                 for j in range_constexpr(4):
@@ -276,8 +267,8 @@ def arguments(spec: Any) -> tuple[Any, ...]:
         operands.rows(dtype, stored, k),
         operands.rows(dtype, stored, k) if spec.gated else None,
         operands.rows(dtype, stored, k),
-        operands.vector(dtype, n) if spec.bias else None,
-        operands.vector(dtype, n) if spec.bias and spec.gated else None,
+        operands.bias(dtype),
+        operands.bias(dtype) if spec.gated else None,
         operands.rows(Float32, added, k),
         operands.rows(Float32, added, k) if spec.gated else None,
         operands.rows(Float32, added, k),

@@ -2,9 +2,7 @@
 
 Persistent, one CTA per SM; sparse_product.py has the main loop. Of x a tile has d_gate of its neurons in the first half
 of the rows and d_up in the second; of dy it has h in the first half alone. Then each row of sums is stored as the row
-of its neuron.
-
-Bias gradients are sums over a row of coefficients, products with ones: a unit of their own.
+of its neuron. Products with ones are of a kernel of their own, and copy nothing.
 """
 
 from typing import Any
@@ -26,6 +24,8 @@ from .sparse_product import M_FRAGS, N_FRAGS, SHARED_VALUES, TURN, Source, Spars
 class WeightGrad(WeightGradForm, SparseProduct):
     """The kernel, see common/weight_grad.py."""
 
+    has_bias = False
+
     @cute.jit
     def launch(self, data, capacity, max_ctas, stream):
         @cute.struct
@@ -36,15 +36,16 @@ class WeightGrad(WeightGradForm, SparseProduct):
 
         self.shared = feasible.check_portable_memory(Shared)
         ctas = cutlass.min(data.units, max_ctas)
-        # the kernel that can flush sums needs more registers
-        how = {"grid": (ctas, 1, 1), "block": (THREADS, 1, 1), "min_blocks_per_mp": 1}
-        if data.flushed.shape[0] > 0:
-            self.kernel(data, capacity, True).launch(**how, stream=stream)
-        else:
-            self.kernel(data, capacity, False).launch(**how, stream=stream)
+        how = {"grid": (ctas, 1, 1), "block": (THREADS, 1, 1), "min_blocks_per_mp": 1, "stream": stream}
+        # the kernels that can flush sums, or that have biases, need more registers
+        for long in (True, False):
+            for has_bias in (True, False):
+                if ((data.flushed.shape[0] > 0) == long) & ((data.db_gate.shape[0] > 0) == has_bias):
+                    self.kernel(data, capacity, long, has_bias).launch(**how)
 
     @cute.kernel
-    def kernel(self, data: Operands, capacity: Int32, long: cutlass.Constexpr):
+    def kernel(self, data: Operands, capacity: Int32, long: cutlass.Constexpr, has_bias: cutlass.Constexpr):
+        self.has_bias = has_bias
         at = thread_index()
         shared = SmemAllocator().allocate(self.shared)
         if data.sizes[data.sizes.shape[0] - 1] <= capacity:
@@ -53,37 +54,34 @@ class WeightGrad(WeightGradForm, SparseProduct):
             cut = self.cut_lists(data, pieces, numbers, shared.values.data_ptr(), THREADS, at.thread)
             self.compute_units(cut, shared.values.data_ptr(), at, long)
 
-    def parts(self, slabs):
-        """Units of a neuron tile, the last of which is for the bias gradients."""
-        return 2 * slabs + (1 if self.has_bias else 0)
-
     def has_all_sums(self, data, part):
-        return (part < data.slabs) | (part >= 2 * data.slabs) if self.gated else False
+        return part < data.first_dy if self.gated else False
 
     @cute.jit
     def source(self, data, part, product):
         matrix, pitch, slab = data.x.iterator.toint(), data.x.stride[0], part
-        if part >= data.slabs:
-            matrix, pitch, slab = data.dy.iterator.toint(), data.dy.stride[0], part - data.slabs
-        # the unit of the bias gradients reads nothing: its slab is beyond the last
+        if part >= data.first_dy:
+            matrix, pitch, slab = data.dy.iterator.toint(), data.dy.stride[0], part - data.first_dy
         return Source(matrix, Uint32(pitch // 8), data.x.shape[1]), slab * TILE_N
 
     @cute.jit
     def scatter_coefficient(self, data, tile, part, low, high, valid):
         """Store a coefficient at (neuron, list position)."""
-        of_dy = part >= data.slabs
-        if const_expr(self.has_bias):
-            of_dy = of_dy & (part < 2 * data.slabs)
+        of_dy = part >= data.first_dy
         index = low & Uint32(TILE_M * TURN - 1)
         self.store_coefficient(tile, index, low >> 16 if of_dy else high & Uint32(0xFFFF), valid)
         if const_expr(self.gated):
             # a multiple of eight rows further: the same swizzle
             self.store_coefficient(tile + TILE_M * TURN, index, high >> 16, valid & (not of_dy))
 
+    def is_of_ones(self, data, part):
+        """Whether a unit with this part has sums of coefficients."""
+        return (part >= data.slabs) & (part < data.first_dy)
+
     @cute.jit
     def multiply_part(self, data, f, part, buffer: cutlass.Constexpr, i: cutlass.Constexpr):
         if const_expr(self.has_bias):
-            if part == 2 * data.slabs:
+            if self.is_of_ones(data, part):
                 self.add_row(f, buffer, i)
             elif i < M_FRAGS // 2 or part < data.slabs:
                 multiply(f, buffer, i, self.dtype)
@@ -109,7 +107,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
         at = thread_index(again=True)
         stores = Boolean(True)
         if self.is_cut(data, unit.tile):
-            stores = self.join(data, acc, None, unit.tile, unit.part, at.thread)
+            stores = self.join(data, acc, unit.tile, unit.part, at.thread)
         if stores:
             tile, _ = self.piece_at(data, unit.tile)
             self.store_list(data, acc, unit._replace(tile=tile), at)
@@ -117,8 +115,8 @@ class WeightGrad(WeightGradForm, SparseProduct):
     @cute.jit
     def store_list(self, data, acc, unit, at):
         """Store the sums of a whole list as the rows of its neurons."""
-        of_dy = unit.part >= data.slabs
-        slab = unit.part - data.slabs if of_dy else unit.part
+        of_dy = unit.part >= data.first_dy
+        slab = unit.part - data.first_dy if of_dy else unit.part
         column = slab * TILE_N + at.warp_n * (8 * N_FRAGS)
         for i in range_constexpr(M_FRAGS):
             for h in range_constexpr(2):
@@ -128,13 +126,13 @@ class WeightGrad(WeightGradForm, SparseProduct):
                 left = data.x.shape[1] - column if exists else 0
                 first = const_expr(i < M_FRAGS // 2)
                 if const_expr(self.has_bias):
-                    if unit.part == 2 * data.slabs:
+                    if self.is_of_ones(data, unit.part):
+                        left = Int32(0)
                         if exists and at.lane & 3 == 0 and at.warp_n == 0:
                             if const_expr(first):
                                 data.db_gate[neuron] = acc[2 * h, 0, i].to(self.dtype)
                             elif const_expr(self.gated):
                                 data.db_up[neuron] = acc[2 * h, 0, i].to(self.dtype)
-                        left = Int32(0)
                 if of_dy:
                     if const_expr(first):
                         self.store_row(acc, i, h, data.dw_down, data.main_down, neuron, column, left, unit, at)

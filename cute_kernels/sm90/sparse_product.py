@@ -123,7 +123,6 @@ class SparseProduct(Lists):
     of flushed sums.
     """
 
-    has_bias = False
     # of the ring, and 16-bit values of each
     stages, stage_values = STAGES, 256 * 64
 
@@ -222,9 +221,8 @@ class SparseProduct(Lists):
     def multiply_list(self, mma: cute.TiledMma, factors, g: MmaGroup, walk: Walk, length, long: cutlass.Constexpr):
         """Add the products of a unit's whole list to its sums; return the walk behind it.
 
-        `factors`: fragments of A and B and the sums; or also (mma, B, sums) of a second product of the same A.
-        `long`: lists may have more than `longest` positions. Then the compiler no longer keeps loop counters in uniform
-        registers, and the kernel takes a tenth longer.
+        `factors`: fragments of A and B and the sums. `long`: lists may have more than `longest` positions. Then the
+        compiler no longer keeps loop counters in uniform registers, and the kernel takes a tenth longer.
         """
         state, slot, ahead = walk
         read = state.clone()
@@ -234,8 +232,7 @@ class SparseProduct(Lists):
             if const_expr(long):
                 if k > 0 and k % longest == 0:
                     warpgroup.wait_group(0)
-                    for i in range_constexpr(2, len(factors), 3):
-                        flush_sums(factors[i], g.data.flushed, 128 * (i // 5), k == longest)
+                    flush_sums(factors[2], g.data.flushed, 0, k == longest)
             cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
             cute.arch.mbarrier_wait(g.ring.full + state.index, state.phase)
             self.multiply(mma, factors, 2 * slot + g.half, state.index, 0)
@@ -259,21 +256,17 @@ class SparseProduct(Lists):
             read = release(g.ring, read, g.lane)
         if const_expr(long):
             if turns > longest:
-                for i in range_constexpr(2, len(factors), 3):
-                    add_flushed(factors[i], g.data.flushed, 128 * (i // 5))
+                add_flushed(factors[2], g.data.flushed, 0)
         return Walk(state, slot, ahead)
 
     @cute.jit
     def multiply(self, mma: cute.TiledMma, factors, tile: Int32, stage: Int32, second: cutlass.Constexpr):
-        """Sums += half a tile of coefficients times a stage of rows; with a bias the second product, too."""
-        rA, rB, acc = factors[:3]
+        """Sums += half a tile of coefficients times a stage of rows."""
+        rA, rB, acc = factors
         warpgroup.fence()
         for i in range_constexpr(4):
             block = 4 * second + i
             cute.gemm(mma, acc, rA[None, None, block, tile], rB[None, None, i, stage], acc)
-            if const_expr(self.has_bias and len(factors) > 3):
-                row_mma, rOnes, sums = factors[3:]
-                cute.gemm(row_mma, sums, rA[None, None, block, tile], rOnes[None, None, i, 0], sums)
         warpgroup.commit_group()
 
     # ---- an mma group's coefficients ----

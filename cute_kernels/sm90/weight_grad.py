@@ -7,14 +7,13 @@ with gathered.py:
 
     fill    group 0. cp.async of rows of x or dy, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
-            the columns, WGMMA 64x128x16. Meanwhile the group fills the next turn's tile of coefficients. Then each row
-            of sums is stored as the row of its neuron. Sums are flushed after `longest` list positions.
+            the columns, WGMMA 64x128x16. Ones: the same with d_gate and d_up. Meanwhile the group fills the next turn's
+            tile of coefficients. Then each row of sums is stored as the row of its neuron. Sums are flushed after
+            `longest` list positions.
 
     FULL[s]    128 fill threads arrive when their copies of the stage are complete and fenced.
     EMPTY[s]   8 mma warps arrive.
     TILE + g   128 threads of group g, once per turn: its tile of coefficients is filled, the next tile is clear.
-
-Bias gradients are sums over a row of coefficients: one more WGMMA, with a matrix of ones.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
-from ..common.copies import address
+from ..common.copies import address, store_values
 from ..common.weight_grad import PIECES, TILE_M, TILE_N, Operands, WeightGradForm, arguments
 from ..specs import WeightGradSpec
 from .ring import open_ring
@@ -50,18 +49,15 @@ TILE_K = geometry.CHUNK
 
 
 class Fragments(NamedTuple):
-    """A thread's MMA fragments and sums: for all columns of a stage, for half of them, and for the matrix of ones."""
+    """A thread's MMA fragments and sums: for all columns of a stage, and for half of them."""
 
     wide: Any
     narrow: Any
-    row_mma: Any
     rA: Any
     rB: Any
     rHalf: Any
-    rOnes: Any
     acc: Any
     acc_half: Any
-    sums: Any
 
 
 class WeightGrad(WeightGradForm, SparseProduct):
@@ -71,15 +67,8 @@ class WeightGrad(WeightGradForm, SparseProduct):
     def launch(self, data, capacity, max_ctas, stream):
         a_layout = sm90.make_smem_layout_a(LayoutEnum.ROW_MAJOR, (TILE_M, TILE_N, TURN), self.dtype, 6)
         b_layout = sm90.make_smem_layout_b(LayoutEnum.COL_MAJOR, (2 * TILE_M, TILE_N, TILE_K), self.dtype, STAGES)
-        ones_layout = sm90.make_smem_layout_b(LayoutEnum.ROW_MAJOR, (2 * TILE_M, 8, TILE_K), self.dtype, 1)
-
-        def mma(columns: int, b_mode: Any) -> Any:
-            return sm90.make_trivial_tiled_mma(
-                self.dtype, self.dtype, OperandMajorMode.K, b_mode, Float32, (1, 1, 1), (TILE_M, columns)
-            )
-
-        wide, narrow = mma(TILE_N, OperandMajorMode.MN), mma(TILE_N // 2, OperandMajorMode.MN)
-        row_mma = mma(8, OperandMajorMode.K)
+        kinds = self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN, Float32, (1, 1, 1)
+        wide, narrow = (sm90.make_trivial_tiled_mma(*kinds, (TILE_M, n)) for n in (TILE_N, TILE_N // 2))
 
         @cute.struct
         class Shared:
@@ -89,10 +78,9 @@ class WeightGrad(WeightGradForm, SparseProduct):
             numbers: cute.struct.MemRange[Int32, 2]
             sA: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(a_layout)], 1024]
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
-            ones: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ones_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        arguments = (data, (wide, narrow, row_mma), a_layout, b_layout, ones_layout, capacity)
+        arguments = (data, (wide, narrow), a_layout, b_layout, capacity)
         ctas = cutlass.min(data.units, max_ctas)
         # the kernel that can flush sums is a tenth slower
         how = {"grid": (ctas, 1, 1), "block": (THREADS, 1, 1), "min_blocks_per_mp": 1}
@@ -108,7 +96,6 @@ class WeightGrad(WeightGradForm, SparseProduct):
         mmas: tuple[Any, ...],
         a_layout: cute.ComposedLayout,
         b_layout: cute.ComposedLayout,
-        ones_layout: cute.ComposedLayout,
         capacity: Int32,
         long: cutlass.Constexpr,
     ):
@@ -116,11 +103,6 @@ class WeightGrad(WeightGradForm, SparseProduct):
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
         ring = open_ring(shared, STAGES, GROUP_THREADS, MMA_WARPS, thread)
-        ones = shared.ones.get_tensor(cute.make_layout(cute.cosize(ones_layout)))
-        if const_expr(self.has_bias):
-            for i in cutlass.range(thread, cute.cosize(ones_layout), THREADS, unroll=1):
-                ones[i] = self.dtype(1.0)
-            cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
         if data.sizes[data.sizes.shape[0] - 1] <= capacity:
             pieces = shared.pieces.get_tensor(cute.make_layout(PIECES))
@@ -133,10 +115,9 @@ class WeightGrad(WeightGradForm, SparseProduct):
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
                 sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
                 sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
-                sOnes = shared.ones.get_tensor(ones_layout.outer, swizzle=ones_layout.inner)
                 for mma in mmas:
                     mma.set(warpgroup.Field.ACCUMULATE, True)
-                fragments = self.fragments(mmas, sA, sB, sOnes, thread - 128)
+                fragments = self.fragments(mmas, sA, sB, thread - 128)
                 self.multiply_units(ring, shared.sA.data_ptr(), cut, fragments, thread - 128, long)
 
     def has_all_sums(self, data, part):
@@ -144,8 +125,13 @@ class WeightGrad(WeightGradForm, SparseProduct):
 
     @cute.jit
     def gather(self, data: Operands, stage, part: Int32, rows: cute.Tensor, product: Int32, thread: Int32):
-        if part >= data.slabs:
-            gather_columns(stage, data.dy, rows, (part - data.slabs) * TILE_N, thread)
+        if part >= data.first_dy:
+            gather_columns(stage, data.dy, rows, (part - data.first_dy) * TILE_N, thread)
+        elif part >= data.slabs:
+            ones = cute.make_rmem_tensor((4,), Uint32)
+            ones.fill(0x3F803F80 if const_expr(self.dtype is cutlass.BFloat16) else 0x3C003C00)
+            for i in cutlass.range(self.stage_values // (8 * GROUP_THREADS), unroll=1):
+                store_values(stage + (i * GROUP_THREADS + thread) * 8, ones)
         else:
             gather_columns(stage, data.x, rows, part * TILE_N, thread)
 
@@ -155,48 +141,44 @@ class WeightGrad(WeightGradForm, SparseProduct):
         bits = high & Uint32(0xFFFF)
         if const_expr(self.gated):
             bits = high >> 16 if half == 1 else bits
-        bits = low >> 16 if part >= data.slabs else bits
+        bits = low >> 16 if part >= data.first_dy else bits
         store_coefficient(tile, low, bits, valid)
 
     @cute.jit
-    def fragments(self, mmas, sA: cute.Tensor, sB: cute.Tensor, sOnes: cute.Tensor, thread: Int32):
+    def fragments(self, mmas, sA: cute.Tensor, sB: cute.Tensor, thread: Int32):
         """A thread's fragments and sums."""
-        wide, narrow, row_mma = mmas
+        wide, narrow = mmas
         half, member = cute.arch.make_warp_uniform(thread // 128), thread & 127
         rA = wide.make_fragment_A(wide.get_slice(0).partition_A(sA))
         rB = wide.make_fragment_B(wide.get_slice(0).partition_B(sB))
         columns = cute.local_tile(sB, (TILE_N // 2, TILE_K), (half, 0, None))
         rHalf = narrow.make_fragment_B(narrow.get_slice(0).partition_B(columns))
-        rOnes = row_mma.make_fragment_B(row_mma.get_slice(0).partition_B(sOnes))
         acc = cute.make_rmem_tensor(wide.get_slice(member).partition_shape_C((TILE_M, TILE_N)), Float32)
         # the narrow tile shares the first half of the wide tile's registers
         acc_half = cute.make_tensor(
             acc.iterator, cute.make_layout(narrow.get_slice(member).partition_shape_C((TILE_M, TILE_N // 2)))
         )
-        sums = cute.make_rmem_tensor(row_mma.get_slice(member).partition_shape_C((TILE_M, 8)), Float32)
-        return Fragments(wide, narrow, row_mma, rA, rB, rHalf, rOnes, acc, acc_half, sums)
+        return Fragments(wide, narrow, rA, rB, rHalf, acc, acc_half)
 
     @cute.jit
     def multiply_unit(self, g, f: Fragments, walk, rank: Int32, part: Int32, length: Int32, long: cutlass.Constexpr):
         """Main loop over a unit's tokens, then store the rows of its neurons."""
         data = g.data
-        of_dy = part >= data.slabs
         f.acc.fill(0.0)
-        f.sums.fill(0.0)
-        narrow, ones = (f.rA, f.rHalf, f.acc_half), (f.row_mma, f.rOnes, f.sums)
+        narrow = f.rA, f.rHalf, f.acc_half
         if const_expr(self.gated):
-            if of_dy:
+            if part >= data.slabs:
                 walk = self.multiply_list(f.narrow, narrow, g, walk, length, long)
             else:
-                walk = self.multiply_list(f.wide, (f.rA, f.rB, f.acc, *ones), g, walk, length, long)
+                walk = self.multiply_list(f.wide, (f.rA, f.rB, f.acc), g, walk, length, long)
         else:
-            walk = self.multiply_list(f.narrow, (*narrow, *ones), g, walk, length, long)
+            walk = self.multiply_list(f.narrow, narrow, g, walk, length, long)
         # what is needed below is looked up again there, so that it takes no registers meanwhile
         stores = Boolean(True)
         if self.is_cut(data, rank):
             # all parts of a layer without a gate have half of the columns per group
-            sums, own = f.acc if self.gated else f.acc_half, f.sums if self.has_bias else None
-            stores = self.join(data, sums, own, rank, part, g.half * GROUP_THREADS + g.thread)
+            sums = f.acc if self.gated else f.acc_half
+            stores = self.join(data, sums, rank, part, g.half * GROUP_THREADS + g.thread)
         if stores:
             tile, _ = self.piece_at(data, rank)
             self.store_unit(g, f, tile, part, data.tiles[tile, 3])
@@ -206,28 +188,26 @@ class WeightGrad(WeightGradForm, SparseProduct):
     def store_unit(self, g, f: Fragments, tile: Int32, part: Int32, length: Int32):
         """Store the sums of a list of `length` as the rows of its neurons."""
         data = g.data
-        of_dy = part >= data.slabs
-        slab = part - data.slabs if of_dy else part
-        first = slab * TILE_N
+        of_dy = part >= data.first_dy
+        first = (part - data.first_dy if of_dy else part) * TILE_N
         middle = first + g.half * (TILE_N // 2)
         if of_dy:
             self.store(
                 f.acc_half, data.dw_down, data.main_down, data.order, tile, middle, TILE_N // 2, length, g.thread
             )
+        elif part >= data.slabs:
+            if g.half == 0:
+                self.store_bias(f.acc_half, data.db_gate, data.order, tile, g.thread)
+            elif const_expr(self.gated):
+                self.store_bias(f.acc_half, data.db_up, data.order, tile, g.thread)
+        elif const_expr(not self.gated):
+            self.store(
+                f.acc_half, data.dw_gate, data.main_gate, data.order, tile, middle, TILE_N // 2, length, g.thread
+            )
+        elif g.half == 0:
+            self.store(f.acc, data.dw_gate, data.main_gate, data.order, tile, first, TILE_N, length, g.thread)
         else:
-            if const_expr(not self.gated):
-                self.store(
-                    f.acc_half, data.dw_gate, data.main_gate, data.order, tile, middle, TILE_N // 2, length, g.thread
-                )
-                if g.half == 0:
-                    self.store_bias(f.sums, data.db_gate, data.order, tile, slab, g.thread)
-            else:
-                if g.half == 0:
-                    self.store(f.acc, data.dw_gate, data.main_gate, data.order, tile, first, TILE_N, length, g.thread)
-                    self.store_bias(f.sums, data.db_gate, data.order, tile, slab, g.thread)
-                else:
-                    self.store(f.acc, data.dw_up, data.main_up, data.order, tile, first, TILE_N, length, g.thread)
-                    self.store_bias(f.sums, data.db_up, data.order, tile, slab, g.thread)
+            self.store(f.acc, data.dw_up, data.main_up, data.order, tile, first, TILE_N, length, g.thread)
 
     @cute.jit
     def store(self, acc: cute.Tensor, target, main, order, tile, column, columns: cutlass.Constexpr, length, thread):
@@ -254,14 +234,14 @@ class WeightGrad(WeightGradForm, SparseProduct):
                     pair[j] = pair[j] + acc[(j, i, v), 0, 0]
 
     @cute.jit
-    def store_bias(self, sums: cute.Tensor, target, order: cute.Tensor, tile: Int32, slab: Int32, thread: Int32):
-        if const_expr(self.has_bias):
-            row = ((thread & 127) // 32) * 16 + ((thread & 31) >> 2)
-            if slab == 0 and thread & 3 == 0:
-                for i in range_constexpr(2):
-                    rank = tile * TILE_M + row + 8 * i
-                    if rank < order.shape[0]:
-                        target[order[rank]] = sums[2 * i].to(self.dtype)
+    def store_bias(self, acc: cute.Tensor, target, order: cute.Tensor, tile: Int32, thread: Int32):
+        """Store the first sum of each row as the element of its neuron."""
+        row = ((thread & 127) // 32) * 16 + ((thread & 31) >> 2)
+        if thread & 3 == 0:
+            for i in range_constexpr(2):
+                rank = tile * TILE_M + row + 8 * i
+                if rank < order.shape[0]:
+                    target[order[rank]] = acc[(0, i, 0), 0, 0].to(self.dtype)
 
 
 def signature(spec: WeightGradSpec) -> tuple[Any, tuple[Any, ...]]:

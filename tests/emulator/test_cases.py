@@ -14,7 +14,7 @@ layer m=300 k=128 n=520 biases=gate+up+down density=0.05 strategy=union+screen a
 layer m=128 k=136 n=264 biases=gate density=0.3 strategy=union+screen aux=True
 layer m=5 k=64 n=72 pattern=all density=1.0 strategy=union+screen aux=True
 layer m=140 k=128 n=520 biases=down pattern=none strategy=union+screen aux=True
-layer m=2300 k=72 n=264 density=0.05 strategy=union wants=all aux=True  # lists that weight_grad cuts into three pieces
+layer m=2300 k=72 n=264 biases=gate+up density=0.05 strategy=union wants=all aux=True  # lists are cut in three
 layer m=128 k=136 gated=False biases=up density=0.3 strategy=union wants=all aux=True
 layer m=130 k=72 n=264 activation=relu2 density=0.05 strategy=union wants=all aux=True
 layer m=130 k=72 n=264 activation=drelu density=0.05 strategy=union wants=all aux=True

@@ -509,8 +509,7 @@ def launches(
     order, slot = p.scratch(torch.int32, n), p.scratch(torch.int32, n)
     # long lists of tokens are cut: their sums are joined in memory
     bias = layer.b_gate is not None or layer.b_up is not None
-    # bias gradients are units of their own in the portable family
-    units = geometry.cut_units(m, 2 * -(-(k - first) // geometry.SLAB) + int(bias and family != specs.SM90))
+    units = geometry.cut_units(m, k - first, bias)
     # all counters of this pass, which are cleared here
     arrivals = p.scratch(torch.int32, units * geometry.UNIT_WARPS + geometry.OVERFLOW_COUNTERS)
     p.launch(specs.RankSpec(), popularity, order, slot, arrivals, p.multiprocessors)
@@ -527,7 +526,8 @@ def launches(
     )
 
     # a layer with one of two biases still needs memory for the other's gradient
-    db_gate, db_up = (p.scratch(dtype, n) if bias and g is None else bias_alone(g, n) for g in (out.b_gate, out.b_up))
+    unasked = p.scratch(dtype, n if bias else 0)
+    db_gate, db_up = (unasked if g is None else bias_alone(g, n) for g in (out.b_gate, out.b_up))
     db_up = db_up if gated else None
     aside = room_aside(p, dtype, max(m, 2 * n if gated else n))
     # the gradients are stored, or added to fp32 sums; the others are empty
@@ -542,7 +542,7 @@ def launches(
     partial = p.scratch(torch.float32, units * geometry.UNIT_SUMS)
     gradients = (*stored, db_gate, db_up, *added, aside, partial, arrivals)
     operands = (tokens_of.from_column(first), dy.from_column(first), order, sizes, tiles, starts, packed, tokens)
-    p.launch(tuning.weight_grad(dtype, gated, bias, family=family), *operands, *gradients, capacity, p.multiprocessors)
+    p.launch(tuning.weight_grad(dtype, gated, family=family), *operands, *gradients, capacity, p.multiprocessors)
     counters = arrivals.part(units * geometry.UNIT_WARPS, arrivals.shape[0])
     overflow(p, given, w_down, capacity, out, aside, counters, accumulate=accumulate, of_gate=of_gate)
 
