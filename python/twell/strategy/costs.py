@@ -392,9 +392,12 @@ def _takes_row(problem: Problem) -> bool:
     return problem.float8 or problem.m * problem.k <= ROW_VALUES
 
 
+UNTRAINED = Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
+
+
 def _fresh(problem: Problem, table: Table | None) -> Decision:
     if problem.training:
-        return Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
+        return UNTRAINED
     if not problem.eager and not problem.float8 and problem.m in UNSURE_GRAPHS:
         return Decision("dense", "a graph keeps its choice, and nothing was measured before it", {})
     assumed = costs(problem, Figures(ASSUMED_DENSITY * problem.n, None), table)

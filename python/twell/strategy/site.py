@@ -34,7 +34,6 @@ FEW = 256
 # Kinds of calls that a site remembers the routes of.
 _MOST_ROUTES = 256
 _TYPICAL = {True: 64, False: 16384}
-_TYPICAL_K, _TYPICAL_N = 2048, 5632
 
 Screen = Literal["auto", "off"]
 
@@ -177,8 +176,7 @@ class _Expected(NamedTuple):
 class Bucket:
     """The memory of a site for calls of one kind and about the same number of tokens.
 
-    version: changes whenever a route that calls remember may no longer hold. settled: whether the choice is dense where
-    the host is the limit: figures change little there, and a call that measures costs the host several times as much.
+    version: changes whenever a route that calls remember may no longer hold.
     """
 
     problem: costs.Problem
@@ -190,7 +188,6 @@ class Bucket:
     recent: tuple[float, ...] = ()  # non-zeros per token of the latest measurements
     held: int = 0
     version: int = 0
-    settled: bool = False
 
 
 @dataclasses.dataclass
@@ -241,8 +238,7 @@ class AutoStrategy:
     earlier calls. These reach the host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each
     ``period``-th, a power of two, decide again and measure; to learn the unions, such a call runs "union" in place of
     "row". The first call that finds the figures arrived decides, too. More than two layers take turns, two in a step:
-    of 28 layers each is measured first at a call below 16, then 16, 32 and 64 calls later. Where the choice is dense
-    and the host the limit, the period is not kept, and calls that measure grow ever rarer. Before the first figures,
+    of 28 layers each is measured first at a call below 16, then 16, 32 and 64 calls later. Before the first figures,
     inference takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at
     INFO; ``twell.explain`` shows choices, reasons and figures.
 
@@ -280,7 +276,7 @@ class AutoStrategy:
         self._buckets: dict[tuple[bool, int], Bucket] = {}
         # by kind and tokens
         self._captures: dict[tuple[bool, int], costs.Decision] = {}
-        self._graphs = tuple(_Graph(*_typical(*kind, None, None)[:2]) for kind in _GRAPH_KINDS)
+        self._graphs = tuple(_Graph(*costs.UNTRAINED[:2]) for _ in _GRAPH_KINDS)
         self._connect()
 
     def _connect(self) -> None:
@@ -550,7 +546,7 @@ class AutoStrategy:
             return False
         turns = 1 if self._turns is None else min(self._turns.number, self.period)
         since = bucket.calls - self._turn % turns
-        if since < self.period or bucket.settled:
+        if since < self.period:
             rounds = since // turns
             return since == rounds * turns and rounds >= 0 and rounds & (rounds - 1) == 0
         return since % self.period == 0
@@ -593,14 +589,11 @@ class AutoStrategy:
             return before
         figures = bucket.figures or self._nearest(_key(problem))
         decision = self._best(problem, figures, None if before is None else before.strategy)
-        held, settled = (
-            costs.held(problem, bucket.recent),
-            decision.strategy == "dense" and costs.waits_for_host(problem),
-        )
+        held = costs.held(problem, bucket.recent)
         same = before is not None and (before.strategy, bucket.held) == (decision.strategy, held)
         if not same or not _is_laid_alike(bucket.problem, problem):
             self._forget_routes(bucket)
-        bucket.problem, bucket.decision, bucket.held, bucket.settled = problem, decision, held, settled
+        bucket.problem, bucket.decision, bucket.held = problem, decision, held
         if before is None or decision.strategy != before.strategy:
             m, k, n, gated, training = problem[:5]
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
@@ -626,7 +619,7 @@ class AutoStrategy:
                 decision = self._best(*max(alike, key=lambda each: each[:2])[2:])
             else:
                 figures = self._nearest((True, _bucket(_TYPICAL[few])))
-                decision = _typical(down_copied, few, figures, self._table, latest, self.screens)
+                decision = self._best(costs.Problem(_TYPICAL[few], *latest[1:4], True, down_copied), figures)
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> costs.Figures | None:
@@ -701,18 +694,6 @@ _GRAPH_KINDS = tuple((i > 1, i % 2 > 0) for i in range(4))
 def _graph_index(down_copied: bool, few: bool) -> int:
     """The index in ``_GRAPH_KINDS``; traced booleans are not integers."""
     return (2 if down_copied else 0) + (1 if few else 0)
-
-
-def _typical(
-    down_copied: bool,
-    few: bool,
-    figures: costs.Figures | None,
-    table: tables.Table | None,
-    like: costs.Problem | None = None,
-    screen: bool = False,
-) -> costs.Decision:
-    k, n, gated = (_TYPICAL_K, _TYPICAL_N, True) if like is None else (like.k, like.n, like.gated)
-    return costs.decide(costs.Problem(_TYPICAL[few], k, n, gated, True, down_copied), figures, None, table, screen)
 
 
 def _bucket(m: int) -> int:
