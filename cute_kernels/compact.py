@@ -115,8 +115,7 @@ class Compact:
 
         # counters and prefix sums of all chunks fit
         assert 6 * PITCH * self.chunks < 4 * self.arena
-        check = feasible.check_portable_memory if self.portable else feasible.check_shared_memory
-        self.shared = check(Shared)
+        self.shared = (feasible.check_portable_memory if self.portable else feasible.check_shared_memory)(Shared)
         if const_expr(self.training):
             self.locators = LOCATORS if architecture.at_least(90) else 1
             locate = self.locate(stats, chunks, sizes, popularity)

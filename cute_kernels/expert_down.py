@@ -12,7 +12,7 @@ from . import geometry
 from .common import operands
 from .common.rows import count_of
 from .specs import ExpertDownSpec, UpDownTokenSpec
-from .up_down_token import Operands, Thread, TokenCluster, UpDownToken, Views
+from .up_down_token import Operands, Thread, TokenCluster, UpDownToken, Views, results
 
 
 class Experts(NamedTuple):
@@ -121,10 +121,7 @@ def signature(spec: ExpertDownSpec) -> tuple[Any, tuple[Any, ...]]:
         *operands.packed(dtype, pairs),
         operands.rows(dtype, cute.sym_int32(divisibility=8), k) if spec.gated else None,
         operands.rows(dtype, cute.sym_int32(divisibility=8), k),
-        operands.rows(dtype, m, k),
-        operands.vector(Float32, m),
-        operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
-        *(operands.vector(Int32, cute.sym_int32(), 4) for _ in range(2)),
+        *results(dtype, m, k),
         *(operands.vector(Int32, pairs) for _ in range(2)),
         operands.strided_matrix(Float32, m, cute.sym_int32()),
         *(Int32(1),) * 6,

@@ -125,8 +125,7 @@ class Transpose:
 
         # the slots of all neurons, counters and info fit
         assert self.neurons // 2 + 2 * self.window * PITCH < self.arena
-        check = feasible.check_portable_memory if self.portable else feasible.check_shared_memory
-        self.shared = check(Shared)
+        self.shared = (feasible.check_portable_memory if self.portable else feasible.check_shared_memory)(Shared)
         hybrid = Hybrid(entries, neurons, chunks, sizes, slot)
         results = ByNeuron(*lists)
         capacity = d_gate.shape[0]

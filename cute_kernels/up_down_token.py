@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
@@ -590,20 +590,33 @@ class UpDownToken:
         self.team.compute(o, s, index, limit, at)
 
 
-def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
-    dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
-    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    return UpDownToken(spec), (
-        operands.rows(dtype, m, k) if spec.gated else None,
+def arguments(spec: UpDownTokenSpec) -> tuple[Any, ...]:
+    """The fake arguments that stand for the operands; scales follow e4m3 rows, of columns in w_down."""
+    dtype, fp8, m, n = operands.DTYPES[spec.dtype], spec.dtype == E4M3, cute.sym_int32(), cute.sym_int32(divisibility=8)
+    k = cute.sym_int32(divisibility=16 if fp8 else 8)
+    absent = (None,) * (2 if fp8 else 1)
+    return (
+        *(operands.scaled_rows(spec.dtype, m, k) if spec.gated else absent),
         *operands.packed(dtype, m),
-        operands.rows(dtype, n, k) if spec.gated else None,
-        operands.rows(dtype, n, k),
+        *(operands.scaled_rows(spec.dtype, n, k) if spec.gated else absent),
+        *((operands.bytes_by_rows(Uint8, n, k), operands.vector(Float32, k)) if fp8 else (operands.rows(dtype, n, k),)),
         operands.bias(dtype) if spec.gated else None,
         operands.bias(dtype),
+        *results(dtype, m, k),
+        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        *(Int32(1),) * 4,
+    )
+
+
+def results(dtype: Any, m: Any, k: Any) -> tuple[Any, ...]:
+    """Those of y and l1, and of what helpers share."""
+    return (
         operands.rows(dtype, m, k),
         operands.vector(Float32, m),
         operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
         *(operands.vector(Int32, cute.sym_int32(), 4) for _ in range(2)),
-        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        *(Int32(1),) * 4,
     )
+
+
+def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
+    return UpDownToken(spec), arguments(spec)

@@ -13,10 +13,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, range_constexpr
 
-from .common import operands
 from .common.values import high_to_float, low_to_float, unpack_e4m3
 from .specs import UpDownTokenSpec
-from .up_down_token import Operands, Thread, TokenCluster, UpDownToken, Views
+from .up_down_token import Operands, Thread, TokenCluster, UpDownToken, Views, arguments
 
 
 class Scales(NamedTuple):
@@ -109,9 +108,9 @@ class UpDownTokenE4m3(UpDownToken):
     Team = E4m3Rows
 
     @cute.jit
-    def __call__(self, *arguments: Any):
+    def __call__(self, *given: Any):
         """As there, with scales behind x and each weight."""
-        x, x_scale, words, spill, w_up, up_scale, w_down, down_scale, *rest, stream = arguments
+        x, x_scale, words, spill, w_up, up_scale, w_down, down_scale, *rest, stream = given
         b_up, b_down, y, l1, sums, counters, weights, stats, helpers, limit, words_per_tile, activation = rest
         layer = (x, words, spill, w_up, w_down, b_up, b_down, y, l1, words_per_tile, activation)
         shared = (sums, counters, weights, helpers, limit, stats)
@@ -119,20 +118,4 @@ class UpDownTokenE4m3(UpDownToken):
 
 
 def signature(spec: UpDownTokenSpec) -> tuple[Any, tuple[Any, ...]]:
-    dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
-    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16)
-    return UpDownTokenE4m3(spec), (
-        *(operands.e4m3_rows(m, k) if spec.gated else (None, None)),
-        *operands.packed(dtype, m),
-        *(operands.e4m3_rows(n, k) if spec.gated else (None, None)),
-        operands.bytes_by_rows(cutlass.Uint8, n, k),
-        operands.vector(Float32, k),
-        operands.bias(dtype) if spec.gated else None,
-        operands.bias(dtype),
-        operands.rows(dtype, m, k),
-        operands.vector(Float32, m),
-        operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
-        *(operands.vector(cutlass.Int32, cute.sym_int32(), 4) for _ in range(2)),
-        operands.cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        *(Int32(1),) * 4,
-    )
+    return UpDownTokenE4m3(spec), arguments(spec)

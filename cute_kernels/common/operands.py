@@ -1,6 +1,6 @@
 """Fake tensors: shapes, strides and alignment that the generated wrapper checks at every call."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -11,6 +11,13 @@ from ..specs import E4M3
 
 # 16-bit values of layers whose weights have such a dtype
 DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16, E4M3: cutlass.BFloat16}
+
+
+class Scales(NamedTuple):
+    """Scales of e4m3 rows, in global memory."""
+
+    x: Any  # fp32 [M]
+    w: Any  # fp32 [N], or of experts [E, N]
 
 
 def rows(dtype: Any, m: Any, k: Any) -> Any:
@@ -26,6 +33,11 @@ def bytes_by_rows(dtype: Any, m: Any, k: Any) -> Any:
 def e4m3_rows(m: Any, k: Any) -> tuple[Any, Any]:
     """A row-major matrix [m, k] of e4m3 values as bytes, and the fp32 scales of its rows."""
     return bytes_by_rows(cutlass.Uint8, m, k), vector(cutlass.Float32, m)
+
+
+def scaled_rows(name: str, m: Any, k: Any) -> tuple[Any, ...]:
+    """A row-major matrix [m, k] of a dtype of weights, and the scales of its rows if that is e4m3."""
+    return e4m3_rows(m, k) if name == E4M3 else (rows(DTYPES[name], m, k),)
 
 
 def e4m3(matrix: Any) -> Any:
@@ -104,8 +116,8 @@ def gate_pack(name: str) -> tuple[Any, ...]:
     dtype, m, n = DTYPES[name], cute.sym_int32(), cute.sym_int32(divisibility=8)
     k = cute.sym_int32(divisibility=16 if name == E4M3 else 8)
     return (
-        *(e4m3_rows(m, k) if name == E4M3 else (rows(dtype, m, k),)),
-        *(e4m3_rows(n, k) if name == E4M3 else (rows(dtype, n, k),)),
+        *scaled_rows(name, m, k),
+        *scaled_rows(name, n, k),
         bias(dtype),
         *packed(dtype, m),
         cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),

@@ -154,7 +154,7 @@ class Sampler:
 
     def load_factor(self, o, at):
         """Load what `apply_entry` needs of entry `at`."""
-        raise NotImplementedError
+        return Float32(1.0)
 
     def apply_entry(self, o, at, value, entry, factor, tile, position):
         """Store what becomes of one entry by its product `value`; returns what `store_totals` adds up."""
@@ -162,7 +162,6 @@ class Sampler:
 
     def store_totals(self, o, s, totals, unit, thread):
         """Store the sums of what `apply_entry` returned, by staged parts."""
-        raise NotImplementedError
 
 
 class SampledUpForm(Sampler):
@@ -178,11 +177,6 @@ class SampledUpForm(Sampler):
         """x, w, the bias, the hybrid gate, the rest of `Up`, the capacity, the number of CTAs and the stream."""
         x, w, bias, entries, neurons, chunks, sizes, *rest, capacity, max_ctas, stream = arguments
         self.launch(Operands(x, w, entries, neurons, chunks, sizes, Up(bias, *rest)), capacity, max_ctas, stream)
-
-    @cute.jit
-    def load_factor(self, o: Operands, at: Int32):
-        """Load nothing."""
-        return Float32(1.0)
 
     def scaled(self, o: Operands, value: Float32, entry: Uint32, tile: Int32, position: Int32) -> Float32:
         """The up projection of an entry before its bias."""
@@ -252,19 +246,15 @@ class SampledGradForm(Sampler):
             own.d_up[at] = Int32(split_value(d_up, self.dtype))
         return Float32(0.0)
 
-    @cute.jit
-    def store_totals(self, o: Operands, s, totals, unit, thread: Int32):
-        """Do nothing: gradients have no total."""
-
 
 def up_arguments(spec: Any) -> tuple[Any, ...]:
     """The fake arguments that stand for the operands of the up projection; scales follow e4m3 rows."""
     dtype, m = operands.DTYPES[spec.dtype], cute.sym_int32()
-    fp8, n, p = spec.dtype == E4M3, cute.sym_int32(divisibility=8), cute.sym_int32()
-    b, k = cute.sym_int32(), cute.sym_int32(divisibility=16 if fp8 else 8)
+    n, p, b = cute.sym_int32(divisibility=8), cute.sym_int32(), cute.sym_int32()
+    k = cute.sym_int32(divisibility=16 if spec.dtype == E4M3 else 8)
     return (
-        *(operands.e4m3_rows(m, k) if fp8 else (operands.rows(dtype, m, k),)),
-        *(operands.e4m3_rows(n, k) if fp8 else (operands.rows(dtype, n, k),)),
+        *operands.scaled_rows(spec.dtype, m, k),
+        *operands.scaled_rows(spec.dtype, n, k),
         operands.bias(dtype),
         operands.vector(Int32, cute.sym_int32()),
         *operands.lists(b),

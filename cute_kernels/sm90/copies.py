@@ -10,6 +10,11 @@ from cutlass.cute.nvgpu import cpasync
 EVICT_FIRST = 0x12F0000000000000
 
 
+def staged(stages: tuple[Any, ...], layouts: tuple[Any, ...]) -> Any:
+    """The stages of operands in shared memory as tensors with these layouts."""
+    return [memory.get_tensor(layout.outer, swizzle=layout.inner) for memory, layout in zip(stages, layouts)]
+
+
 class Transfer(NamedTuple):
     """A TMA copy and its tensor."""
 

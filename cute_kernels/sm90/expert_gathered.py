@@ -21,15 +21,15 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint8, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common import launch, operands
-from ..specs import ExpertGatheredSpec
-from .copies import Transfer, partition, tma_load
+from ..specs import E4M3, ExpertGatheredSpec
+from .copies import Transfer, partition, staged, tma_load
 from .ring import open_ring, release
 from .sparse_product import gather_columns
 
@@ -108,22 +108,19 @@ class ExpertGathered:
         h = tma_load(compact, h_layout, (self.tokens, TILE_K))
         tiles = o.units.shape[0] * cute.ceil_div(self.columns_of(o), COLUMNS)
         if tiles > 0:
-            kernel = self.kernel(h, o, mma, h_layout, w_layout)
+            kernel = self.kernel(h, o, mma, (w_layout, h_layout))
             ctas = cutlass.min(tiles, self.ctas_per_sm * multiprocessors)
             launch.start(kernel, ctas, THREADS, stream, ctas_per_sm=self.ctas_per_sm, carveout=100)
 
     @cute.kernel
-    def kernel(
-        self, h: Transfer, o: Operands, mma: cute.TiledMma, h_layout: cute.ComposedLayout, w_layout: cute.ComposedLayout
-    ):
+    def kernel(self, h: Transfer, o: Operands, mma: cute.TiledMma, layouts: Any):
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared = SmemAllocator().allocate(self.shared)
         if warp == MMA_WARPS:
             cpasync.prefetch_descriptor(h.atom)
         ring = open_ring(shared, self.stages, FILL_THREADS + 1, MMA_WARPS, thread)
-        sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
-        sH = shared.sH.get_tensor(h_layout.outer, swizzle=h_layout.inner)
+        sW, sH = staged((shared.sW, shared.sH), layouts)
         cute.arch.sync_threads()
         launch.wait()
         tiles = o.total[0] * cute.ceil_div(self.columns_of(o), COLUMNS)
@@ -221,15 +218,21 @@ class ExpertGathered:
                 o.z[first + pair, column + place] = f.acc[i]
 
 
-def signature(spec: ExpertGatheredSpec) -> tuple[Any, tuple[Any, ...]]:
-    dtype, pairs, units = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32()
-    k = cute.sym_int32(divisibility=8)
-    return ExpertGathered(spec), (
+def arguments(spec: ExpertGatheredSpec) -> tuple[Any, ...]:
+    """The fake arguments that stand for the operands; scales of columns follow e4m3 rows."""
+    dtype, fp8, pairs, units = operands.DTYPES[spec.dtype], spec.dtype == E4M3, cute.sym_int32(), cute.sym_int32()
+    n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16 if fp8 else 8)
+    of_bytes = operands.bytes_by_rows(Uint8, n, k), operands.rows(Float32, cute.sym_int32(), k)
+    return (
         operands.rows(dtype, pairs, cute.sym_int32(divisibility=TILE_K)),
-        operands.rows(dtype, cute.sym_int32(divisibility=8), k),
+        *(of_bytes if fp8 else (operands.rows(dtype, n, k),)),
         operands.rows(Int32, units, cute.sym_int32(divisibility=8)),
         operands.quads(units),
         operands.vector(Int32, cute.sym_int32()),
         operands.rows(Float32, pairs, k),
         *(Int32(1),) * 2,
     )
+
+
+def signature(spec: ExpertGatheredSpec) -> tuple[Any, tuple[Any, ...]]:
+    return ExpertGathered(spec), arguments(spec)

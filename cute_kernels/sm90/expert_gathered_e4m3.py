@@ -5,15 +5,13 @@ The product is that of columns_e4m3.py: a tile has 256 columns, as many bytes as
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, range_constexpr
 
-from ..common import operands
 from ..common.copies import address
 from ..specs import ExpertGatheredSpec
-from .columns_e4m3 import BLOCKS, COLUMNS, TILE_K, Columns, E4m3Columns
-from .expert_gathered import ExpertGathered, Operands
+from .columns_e4m3 import BLOCKS, COLUMNS, Columns, E4m3Columns
+from .expert_gathered import ExpertGathered, Operands, arguments
 
 
 class ExpertGatheredE4m3(E4m3Columns, ExpertGathered):
@@ -23,9 +21,9 @@ class ExpertGatheredE4m3(E4m3Columns, ExpertGathered):
     ctas_per_sm = 1
 
     @cute.jit
-    def __call__(self, *arguments: Any):
+    def __call__(self, *operands: Any):
         """As there, with the scale of columns behind w."""
-        compact, w, scale, *given, multiprocessors, stream = arguments
+        compact, w, scale, *given, multiprocessors, stream = operands
         o = Operands(*[cute.recast_tensor(w, Uint16), *given, scale])
         self.launch(compact, o, multiprocessors, stream)
 
@@ -59,15 +57,4 @@ class ExpertGatheredE4m3(E4m3Columns, ExpertGathered):
 
 
 def signature(spec: ExpertGatheredSpec) -> tuple[Any, tuple[Any, ...]]:
-    dtype, pairs, units = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32()
-    k = cute.sym_int32(divisibility=16)
-    return ExpertGatheredE4m3(spec), (
-        operands.rows(dtype, pairs, cute.sym_int32(divisibility=TILE_K)),
-        operands.bytes_by_rows(cutlass.Uint8, cute.sym_int32(divisibility=8), k),
-        operands.rows(Float32, cute.sym_int32(), k),
-        operands.rows(Int32, units, cute.sym_int32(divisibility=8)),
-        operands.quads(units),
-        operands.vector(Int32, cute.sym_int32()),
-        operands.rows(Float32, pairs, k),
-        *(Int32(1),) * 2,
-    )
+    return ExpertGatheredE4m3(spec), arguments(spec)

@@ -38,7 +38,7 @@ from ..common.copies import address, store_values
 from ..common.rows import MAX_WIDTH, pack_words, store_words
 from ..common.values import high_to_float, low_to_float, pack, relu_pack
 from ..specs import E4M3, EXPERT_TOKENS, ExpertPackSpec
-from .copies import Transfer, load_peer, partition, tma_load
+from .copies import Transfer, load_peer, partition, staged, tma_load
 from .ring import open_ring, release
 
 TILE_N, TILE_K_BYTES = geometry.TILE, 128
@@ -131,21 +131,13 @@ class ExpertPack:
 
         self.shared = feasible.check_shared_memory(Shared, self.ctas_per_sm)
         if x.shape[0] > 0:
-            kernel = self.kernel(x_load, w_load, o, mma, x_layout, w_layout)
+            kernel = self.kernel(x_load, w_load, o, mma, (x_layout, w_layout))
             grid = self.cluster, cute.ceil_div(w.shape[1], TILE_N), o.units.shape[0]
             limits = {"cluster": self.cluster, "ctas_per_sm": self.ctas_per_sm, "carveout": 100}
             launch.start(kernel, grid, 32 * self.warps + 32, stream, **limits)
 
     @cute.kernel
-    def kernel(
-        self,
-        x: Transfer,
-        w: Transfer,
-        o: Operands,
-        mma: cute.TiledMma,
-        x_layout: cute.ComposedLayout,
-        w_layout: cute.ComposedLayout,
-    ):
+    def kernel(self, x: Transfer, w: Transfer, o: Operands, mma: cute.TiledMma, layouts: Any):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank, column, index = cute.arch.block_idx()
@@ -154,8 +146,7 @@ class ExpertPack:
             cpasync.prefetch_descriptor(x.atom)
             cpasync.prefetch_descriptor(w.atom)
         ring = open_ring(shared, self.stages, 1, self.warps, thread)
-        sX = shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner)
-        sW = shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner)
+        sX, sW = staged((shared.sX, shared.sW), layouts)
         cute.arch.sync_threads()
         launch.wait()
         unit = Unit(Int32(0), Int32(0), Int32(0))

@@ -12,7 +12,6 @@ from ..common import operands
 from ..common.copies import address
 from ..specs import ExpertPackSpec
 from .expert_pack import ExpertPack, Operands, Unit, fields
-from .gate_pack_e4m3 import Scales
 
 
 class ExpertPackE4m3(ExpertPack):
@@ -22,7 +21,7 @@ class ExpertPackE4m3(ExpertPack):
     def __call__(self, *arguments: Any):
         """As there, with the scales of rows behind x and w."""
         x, x_scale, w, w_scale, *given, stream = arguments
-        o = Operands(*[*given, Scales(x_scale, w_scale)])
+        o = Operands(*[*given, operands.Scales(x_scale, w_scale)])
         self.launch(operands.e4m3(x), operands.e4m3(w), o, stream)
 
     @cute.jit

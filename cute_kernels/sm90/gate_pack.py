@@ -50,7 +50,7 @@ from ..common.values import (
     widen,
 )
 from ..specs import GatePackSpec
-from .copies import Transfer, partition, tma_load
+from .copies import Transfer, partition, staged, tma_load
 from .mma import accumulate, store_matrices_transposed
 
 TILE_N = geometry.TILE
@@ -175,21 +175,12 @@ class GatePack:
         total = m_tiles * n_tiles
         extent = Extent(m_tiles, n_tiles, cute.ceil_div(x.shape[1], self.tile_k), x.shape[0], w.shape[0])
         if total > 0:
-            kernel = self.kernel(*loads, o, mma, w_layout, x_layout, extent)
+            kernel = self.kernel(*loads, o, mma, (w_layout, x_layout), extent)
             grid = self.cluster, 1, cutlass.min(total, max_clusters)
             launch.start(kernel, grid, THREADS, stream, cluster=self.cluster, ctas_per_sm=1)
 
     @cute.kernel
-    def kernel(
-        self,
-        w: Transfer,
-        x: Transfer,
-        o,
-        mma: cute.TiledMma,
-        w_layout: cute.ComposedLayout,
-        x_layout: cute.ComposedLayout,
-        extent: Extent,
-    ):
+    def kernel(self, w: Transfer, x: Transfer, o, mma: cute.TiledMma, layouts: Any, extent: Extent):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -200,11 +191,7 @@ class GatePack:
         shared = SmemAllocator().allocate(self.shared)
         ring = self.make_ring(shared)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
-        s = self.views(
-            shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
-            shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
-            shared.epilogue.data_ptr(),
-        )
+        s = self.views(*staged((shared.sW, shared.sX), layouts), shared.epilogue.data_ptr())
         # the first loads must not wait for this division
         first = self.tile_of(cute.arch.block_idx()[2], extent)
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
@@ -331,8 +318,8 @@ class GatePack:
     @cute.jit
     def multiply(self, ring, mma: cute.TiledMma, acc, rW, rX, full, release, extent: Extent, begun: Int32 | int = 0):
         """The main loop of a tile; returns the next states of the ring. `begun` is for `issued`."""
-        states, steps = (full, release), extent.k_tiles
-        return accumulate(ring, mma, acc, rW, rX, 1, steps, states, True, lambda k: self.issued(k, begun, extent))
+        states, issued = (full, release), lambda k: self.issued(k, begun, extent)
+        return accumulate(ring, mma, acc, rW, rX, extent.k_tiles, states, issued)
 
     def issued(self, k: Int32, begun: Int32 | int, extent) -> None:
         """Called when the products of a stage are issued."""

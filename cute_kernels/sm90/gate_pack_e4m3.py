@@ -20,13 +20,6 @@ from .gate_pack import TILE_N, Barrier, Extent, GatePack, Operands, Views
 SCALES = max(Barrier) + 1
 
 
-class Scales(NamedTuple):
-    """Operands in global memory."""
-
-    x: Any  # fp32 [M]
-    w: Any  # fp32 [N]
-
-
 class Loaded(NamedTuple):
     """A thread's share of the scales of a tile."""
 
@@ -46,7 +39,7 @@ class GatePackE4m3(GatePack):
     def __call__(self, *arguments: Any):
         """As there, with the scales of rows behind x and w."""
         x, x_scale, w, w_scale, *given, max_clusters, stream = arguments
-        o = Operands(*[*given, Scales(x_scale, w_scale)])
+        o = Operands(*[*given, operands.Scales(x_scale, w_scale)])
         self.launch(operands.e4m3(x), operands.e4m3(w), o, max_clusters, stream)
 
     def views(self, sW: Any, sX: Any, epilogue: Any) -> Any:

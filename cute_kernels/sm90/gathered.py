@@ -30,6 +30,7 @@ from ..common.activation import power_pair
 from ..common.copies import address
 from ..common.gathered import SORTED, TILE_M, TILE_N, GatheredForm, Operands, arguments
 from ..specs import GatheredSpec
+from .copies import staged
 from .ring import open_ring
 from .sparse_product import (
     GROUP_THREADS,
@@ -75,7 +76,7 @@ class Gathered(GatheredForm, SparseProduct):
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        arguments = (data, mma, a_layout, b_layout, capacity)
+        arguments = (data, mma, (a_layout, b_layout), capacity)
         ctas = cutlass.min(data.units, max_ctas)
         if data.units > 0:
             # the kernel that can flush sums is a tenth slower
@@ -94,15 +95,7 @@ class Gathered(GatheredForm, SparseProduct):
         return mma, a_layout, b_layout
 
     @cute.kernel
-    def kernel(
-        self,
-        data: Operands,
-        mma: cute.TiledMma,
-        a_layout: cute.ComposedLayout,
-        b_layout: cute.ComposedLayout,
-        capacity: Int32,
-        long: cutlass.Constexpr,
-    ):
+    def kernel(self, data: Operands, mma: cute.TiledMma, layouts: Any, capacity: Int32, long: cutlass.Constexpr):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
@@ -116,8 +109,7 @@ class Gathered(GatheredForm, SparseProduct):
                 self.fill(ring, shared, data, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
-                sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
-                sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+                sA, sB = staged((shared.sA, shared.sB), layouts)
                 mma.set(warpgroup.Field.ACCUMULATE, True)
                 fragments = self.fragments(mma, sA, sB, thread - 128)
                 self.multiply_units(ring, shared.sA.data_ptr(), data, fragments, thread - 128, long)

@@ -4,41 +4,27 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr, range_constexpr
+from cutlass import Int32, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 
 @cute.jit
-def accumulate(
-    ring,
-    mma: cute.TiledMma,
-    acc,
-    rA,
-    rB,
-    scale: cutlass.Constexpr,
-    steps: Int32,
-    states,
-    replaces: cutlass.Constexpr = False,
-    issued: cutlass.Constexpr = None,
-):
-    """acc += product over `steps` stages, at least one, or acc = product if it `replaces` acc.
+def accumulate(ring, mma: cute.TiledMma, acc, rA, rB, steps: Int32, states, issued: cutlass.Constexpr):
+    """acc = product over `steps` stages, at least one.
 
-    A stage of the ring is every `scale`-th of rB. `states` of the ring, of the next stage to wait for and to release,
-    are returned as they are then. `issued`, a function of the step, is called when its products are issued.
+    `states` of the ring, of the next stage to wait for and to release, are returned as they are then. `issued`, a
+    function of the step, is called when its products are issued.
     """
-    if const_expr(replaces):
-        mma.set(warpgroup.Field.ACCUMULATE, False)
+    mma.set(warpgroup.Field.ACCUMULATE, False)
     full, release = states
     for k in cutlass.range(steps, unroll=1):
         ring.consumer_wait(full)
         warpgroup.fence()
         for block in range_constexpr(cute.size(rA, mode=[2])):
-            cute.gemm(mma, acc, rA[None, None, block, full.index], rB[None, None, block, scale * full.index], acc)
-            if const_expr(replaces):
-                mma.set(warpgroup.Field.ACCUMULATE, True)
+            cute.gemm(mma, acc, rA[None, None, block, full.index], rB[None, None, block, full.index], acc)
+            mma.set(warpgroup.Field.ACCUMULATE, True)
         warpgroup.commit_group()
-        if const_expr(issued is not None):
-            issued(k)
+        issued(k)
         # at most one group of WGMMA is in flight: the previous stage has been read
         warpgroup.wait_group(1)
         if k > 0:

@@ -37,7 +37,7 @@ from ..common.activation import level_of
 from ..common.units import LONG, begin, deal_units, find_unit, unit_after
 from ..common.values import widen
 from ..specs import SampledGateSpec
-from .copies import Transfer, tma_load
+from .copies import Transfer, staged, tma_load
 from .gate_pack import MMA_WARPS, REGISTERS_LOAD_PACK, REGISTERS_MMA, ROWS, THREADS, TILE_N, Barrier, Extent, GatePack
 from .listed_rows import load_units, multiply_stages
 from .ring import open_ring
@@ -104,17 +104,11 @@ class SampledGate(GatePack):
         self.shared = feasible.check_shared_memory(Shared)
         o = Operands(*given)
         if x.shape[0] > 0:
-            kernel = self.kernel(x_load, o, w_layout, x_layout)
+            kernel = self.kernel(x_load, o, (w_layout, x_layout))
             launch.start(kernel, max_ctas, THREADS, stream, ctas_per_sm=1)
 
     @cute.kernel
-    def kernel(
-        self,
-        x: Transfer,
-        o: Operands,
-        w_layout: cute.ComposedLayout,
-        x_layout: cute.ComposedLayout,
-    ):
+    def kernel(self, x: Transfer, o: Operands, layouts: Any):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -123,11 +117,7 @@ class SampledGate(GatePack):
         shared = SmemAllocator().allocate(self.shared)
         ring = open_ring(shared, self.stages, LOAD_THREADS + 1, MMA_WARPS, thread)
         cute.arch.sync_threads()
-        s = Views(
-            sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
-            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
-            gate=shared.gate.data_ptr(),
-        )
+        s = Views(*staged((shared.sW, shared.sX), layouts), shared.gate.data_ptr())
         launch.wait()
         deal = deal_units(o.sizes, cute.arch.grid_dim()[0], 1, False)
         index, k_tiles = cute.arch.block_idx()[0], cute.ceil_div(x.tensor.shape[1], TILE_K)

@@ -34,7 +34,7 @@ from ..common.sampled import CHUNKS, STAGED, TILE_M, TILE_N, Operands, SampledUp
 from ..common.swizzle import swizzle_column
 from ..common.units import begin, deal_units, find_unit, unit_after
 from ..specs import SampledUpSpec
-from .copies import Transfer, tma_load
+from .copies import Transfer, staged, tma_load
 from .listed_rows import TILE_K_BYTES, load_units, multiply_stages
 from .ring import open_ring
 from .sparse_product import GROUP_THREADS, REGISTERS_FILL, REGISTERS_MMA, THREADS
@@ -84,18 +84,11 @@ class SampledProduct(Sampler):
 
         self.shared = feasible.check_shared_memory(Shared)
         if o.x.shape[0] > 0:
-            kernel = self.kernel(x, o, capacity, x_layout, w_layout)
+            kernel = self.kernel(x, o, capacity, (x_layout, w_layout))
             launch.start(kernel, max_ctas, THREADS, stream, ctas_per_sm=1)
 
     @cute.kernel
-    def kernel(
-        self,
-        x: Transfer,
-        o: Operands,
-        capacity: Int32,
-        x_layout: cute.ComposedLayout,
-        w_layout: cute.ComposedLayout,
-    ):
+    def kernel(self, x: Transfer, o: Operands, capacity: Int32, layouts: Any):
         thread = cute.arch.thread_idx()[0]
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = cute.arch.make_warp_uniform(thread // 128)
@@ -104,7 +97,10 @@ class SampledProduct(Sampler):
         shared = SmemAllocator().allocate(self.shared)
         ring = open_ring(shared, STAGES, GROUP_THREADS + 1, MMA_THREADS // 32, thread)
         cute.arch.sync_threads()
-        s = self.views(shared, ring, x_layout, w_layout)
+        sX, sW = staged((shared.sX, shared.sW), layouts)
+        sums = shared.sums.get_tensor(cute.make_layout(TILE_M * STAGED))
+        totals = shared.totals.get_tensor(cute.make_layout(TILE_N // STAGED * (MMA_THREADS // 32)))
+        s = Views(ring, sX, sW, sums, totals)
         columns = cute.ceil_div(o.w.shape[1], self.tile_k())
         launch.wait()
         if o.sizes[o.sizes.shape[0] - 1] <= capacity:
@@ -159,16 +155,6 @@ class SampledProduct(Sampler):
                 pair = cute.make_tensor((s.sums.iterator + at).align(8), cute.make_layout(2))
                 for j in range_constexpr(2):
                     pair[j] = acc[(j, i, v + staged * (STAGED // 8)), 0, 0]
-
-    def views(self, shared, ring, x_layout, w_layout):
-        """Tensors over the shared struct."""
-        return Views(
-            ring=ring,
-            sX=shared.sX.get_tensor(x_layout.outer, swizzle=x_layout.inner),
-            sW=shared.sW.get_tensor(w_layout.outer, swizzle=w_layout.inner),
-            sums=shared.sums.get_tensor(cute.make_layout(TILE_M * STAGED)),
-            totals=shared.totals.get_tensor(cute.make_layout(TILE_N // STAGED * (MMA_THREADS // 32))),
-        )
 
 
 class SampledUp(SampledProduct, SampledUpForm):

@@ -1,6 +1,6 @@
 """sampled_up.py of e4m3 rows with scales: up = x_q[m] . w_q[c] * w_scale[c] * x_scale[m] + bias[c]."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
@@ -12,13 +12,6 @@ from ..specs import SampledUpSpec
 from .sampled_up import SampledProduct
 
 
-class Scales(NamedTuple):
-    """Operands in global memory."""
-
-    x: Any  # fp32 [M]
-    w: Any  # fp32 [N]
-
-
 class SampledUpE4m3(SampledProduct, SampledUpForm):
     """The up projection; hidden states are bfloat16."""
 
@@ -27,7 +20,7 @@ class SampledUpE4m3(SampledProduct, SampledUpForm):
         """As there, with the scales of rows behind x and w."""
         x, x_scale, w, w_scale, bias, *pattern_and_rest, capacity, max_ctas, stream = arguments
         entries, neurons, chunks, sizes, *rest = pattern_and_rest
-        pointwise = Up(*[bias, *rest, Scales(x_scale, w_scale)])
+        pointwise = Up(*[bias, *rest, operands.Scales(x_scale, w_scale)])
         pattern = entries, neurons, chunks, sizes
         self.launch(Operands(operands.e4m3(x), operands.e4m3(w), *pattern, pointwise), capacity, max_ctas, stream)
 

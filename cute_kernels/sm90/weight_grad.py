@@ -30,6 +30,7 @@ from .. import feasible, geometry
 from ..common.copies import address, store_values
 from ..common.weight_grad import PIECES, TILE_M, TILE_N, Operands, WeightGradForm, arguments
 from ..specs import WeightGradSpec
+from .copies import staged
 from .ring import open_ring
 from .sparse_product import (
     GROUP_THREADS,
@@ -80,7 +81,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
             sB: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(b_layout)], 1024]
 
         self.shared = feasible.check_shared_memory(Shared)
-        arguments = (data, (wide, narrow), a_layout, b_layout, capacity)
+        arguments = (data, (wide, narrow), (a_layout, b_layout), capacity)
         ctas = cutlass.min(data.units, max_ctas)
         # the kernel that can flush sums is a tenth slower
         how = {"grid": (ctas, 1, 1), "block": (THREADS, 1, 1), "min_blocks_per_mp": 1}
@@ -90,15 +91,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
             self.kernel(*arguments, False).launch(**how, stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        data: Operands,
-        mmas: tuple[Any, ...],
-        a_layout: cute.ComposedLayout,
-        b_layout: cute.ComposedLayout,
-        capacity: Int32,
-        long: cutlass.Constexpr,
-    ):
+    def kernel(self, data: Operands, mmas: Any, layouts: Any, capacity: Int32, long: cutlass.Constexpr):
         thread = cute.arch.thread_idx()[0]
         group = cute.arch.make_warp_uniform(thread // 128)
         shared = SmemAllocator().allocate(self.shared)
@@ -113,8 +106,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
                 self.fill(ring, shared, cut, thread)
             else:
                 cute.arch.setmaxregister_increase(REGISTERS_MMA)
-                sA = shared.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
-                sB = shared.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+                sA, sB = staged((shared.sA, shared.sB), layouts)
                 for mma in mmas:
                     mma.set(warpgroup.Field.ACCUMULATE, True)
                 fragments = self.fragments(mmas, sA, sB, thread - 128)
@@ -192,28 +184,24 @@ class WeightGrad(WeightGradForm, SparseProduct):
         first = (part - data.first_dy if of_dy else part) * TILE_N
         middle = first + g.half * (TILE_N // 2)
         if of_dy:
-            self.store(
-                f.acc_half, data.dw_down, data.main_down, data.order, tile, middle, TILE_N // 2, length, g.thread
-            )
+            self.store(g, f.acc_half, data.dw_down, data.main_down, tile, middle, TILE_N // 2, length)
         elif part >= data.slabs:
             if g.half == 0:
                 self.store_bias(f.acc_half, data.db_gate, data.order, tile, g.thread)
             elif const_expr(self.gated):
                 self.store_bias(f.acc_half, data.db_up, data.order, tile, g.thread)
         elif const_expr(not self.gated):
-            self.store(
-                f.acc_half, data.dw_gate, data.main_gate, data.order, tile, middle, TILE_N // 2, length, g.thread
-            )
+            self.store(g, f.acc_half, data.dw_gate, data.main_gate, tile, middle, TILE_N // 2, length)
         elif g.half == 0:
-            self.store(f.acc, data.dw_gate, data.main_gate, data.order, tile, first, TILE_N, length, g.thread)
+            self.store(g, f.acc, data.dw_gate, data.main_gate, tile, first, TILE_N, length)
         else:
-            self.store(f.acc, data.dw_up, data.main_up, data.order, tile, first, TILE_N, length, g.thread)
+            self.store(g, f.acc, data.dw_up, data.main_up, tile, first, TILE_N, length)
 
     @cute.jit
-    def store(self, acc: cute.Tensor, target, main, order, tile, column, columns: cutlass.Constexpr, length, thread):
+    def store(self, g, acc: cute.Tensor, target, main, tile, column, columns: cutlass.Constexpr, length):
         """Store each row of sums as the row of its neuron, or add it to that of `main`."""
-        lane = cute.arch.lane_idx()
-        row = ((thread & 127) // 32) * 16 + (lane >> 2)
+        lane, order = cute.arch.lane_idx(), g.data.order
+        row = ((g.thread & 127) // 32) * 16 + (lane >> 2)
         for i in range_constexpr(2):
             rank = tile * TILE_M + row + 8 * i
             neuron = order[rank] if rank < order.shape[0] else 0
