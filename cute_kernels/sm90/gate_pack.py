@@ -191,7 +191,8 @@ class GatePack:
         shared = SmemAllocator().allocate(self.shared)
         ring = self.make_ring(shared)
         pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
-        s = self.views(*staged((shared.sW, shared.sX), layouts), shared.epilogue.data_ptr())
+        sW, sX = staged((shared.sW, shared.sX), layouts)
+        s = self.views(sW, sX, shared.epilogue.data_ptr())
         # the first loads must not wait for this division
         first = self.tile_of(cute.arch.block_idx()[2], extent)
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
