@@ -458,15 +458,19 @@ class TokenCluster(TokenList, TokenPieces):
             cute.autovec_copy(acc[None, v], cute.make_tensor(target.align(16), cute.make_layout(8)))
         cute.arch.sync_threads()
 
+    def place_of(self, column: Int32) -> Int32:
+        """Where the sum of a column is."""
+        return column
+
     @cute.jit
     def add_groups(self, s: Views, column: Int32):
         """The sums of two columns over the groups, in a fixed order."""
-        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.columns))
-        pair = cute.make_rmem_tensor((2,), Float32)
+        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.pitch))
+        pair, place = cute.make_rmem_tensor((2,), Float32), self.place_of(column)
         for j in range_constexpr(2):
             value = Float32(0.0)
             for g in range_constexpr(self.groups):
-                value += sums[g * self.columns + column + j]
+                value += sums[g * self.pitch + place + j]
             pair[j] = value
         return pair
 

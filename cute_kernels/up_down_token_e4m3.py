@@ -78,17 +78,6 @@ class E4m3Rows(TokenCluster):
                 cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
         cute.arch.sync_threads()
 
-    @cute.jit
-    def add_groups(self, s: Views, column: Int32):
-        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.pitch))
-        pair, place = cute.make_rmem_tensor((2,), Float32), self.place_of(column)
-        for j in range_constexpr(2):
-            value = Float32(0.0)
-            for g in range_constexpr(self.groups):
-                value += sums[g * self.pitch + place + j]
-            pair[j] = value
-        return pair
-
     def place_of(self, column: Int32) -> Int32:
         """Where the sum of a column is: every fourth quad of columns lies in a row of its own.
 

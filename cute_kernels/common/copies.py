@@ -4,7 +4,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
 
 from .values import transpose_quad
 
@@ -79,6 +79,14 @@ def load_quad(source: Any) -> Any:
         "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
         write_only_types=[Uint32] * 4,
         read_only_args=[source],
+    )
+
+
+@cute.jit
+def store_half(target: Any, bits: Uint32, valid: Boolean) -> None:
+    """Store the low 16 bits to shared memory if `valid`, without a branch."""
+    cute.arch.inline_ptx(
+        "st.shared.b16 [{$r0}], {$r1};", read_only_args=[target, Uint16(bits & Uint32(0xFFFF))], predicate=valid
     )
 
 

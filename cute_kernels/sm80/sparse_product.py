@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from ..common.copies import copy_async, store_pairs
+from ..common.copies import copy_async, store_half, store_pairs
 from ..common.lists import Lists
 from ..common.mma import clear, load_matrices, load_matrices_transposed
 from ..common.sums import add_flushed, flush_sums
@@ -284,10 +284,7 @@ class SparseProduct(Lists):
     @cute.jit
     def store_coefficient(self, tile, index: Uint32, bits: Uint32, valid: Boolean):
         """Store the low 16 bits at row `index` / 64, column `index` % 64, without a branch."""
-        target = tile + Int32(swizzle_column(index >> 6, index))
-        cute.arch.inline_ptx(
-            "st.shared.b16 [{$r0}], {$r1};", read_only_args=[target, Uint16(bits & Uint32(0xFFFF))], predicate=valid
-        )
+        store_half(tile + Int32(swizzle_column(index >> 6, index)), bits, valid)
 
     @cute.jit
     def clear_tile(self, tiles, slot, at):

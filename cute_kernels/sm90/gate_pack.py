@@ -286,16 +286,7 @@ class GatePack:
     @cute.jit
     def mma(self, ring, mma: cute.TiledMma, s: Views, o: Operands, thread: Int32, extent: Extent):
         """Main loop and the register half of the epilogue, for half of the tile's neurons."""
-        half = cute.arch.make_warp_uniform(thread // 128)
-        warp_index = cute.arch.make_warp_uniform(thread // 32)
-        leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
-        rW = mma.make_fragment_A(leader.partition_A(s.sW))
-        rX = mma.make_fragment_B(leader.partition_B(s.sX))
-        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_N, self.tokens)))
-        acc = cute.make_rmem_tensor(coordinates.shape[:3], self.accumulator)
-
-        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        half, warp_index, rW, rX, coordinates, acc, full, release = self.fragments(mma, s, thread)
         first, step = cute.arch.block_idx()[2], cute.arch.grid_dim()[2]
         tile = first
         while tile < extent.m_tiles * extent.n_tiles:
@@ -315,6 +306,17 @@ class GatePack:
         cute.arch.cluster_arrive()
         cute.arch.barrier(barrier_id=Barrier.GATE_LAST, number_of_threads=THREADS)
         self.pack_tile(s, o, tile - step, warp_index + WARPS - MMA_WARPS, Int32(WARPS), extent)
+
+    @cute.jit
+    def fragments(self, mma: cute.TiledMma, s, thread: Int32):
+        """The group, the warp, fragments, the coordinates of a thread's sums, the sums, and two states of the ring."""
+        half, warp = (cute.arch.make_warp_uniform(thread // size) for size in (128, 32))
+        leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
+        rW, rX = mma.make_fragment_A(leader.partition_A(s.sW)), mma.make_fragment_B(leader.partition_B(s.sX))
+        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((self.neurons, self.tokens)))
+        acc = cute.make_rmem_tensor(coordinates.shape[:3], self.accumulator)
+        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        return half, warp, rW, rX, coordinates, acc, full, full.clone()
 
     @cute.jit
     def multiply(self, ring, mma: cute.TiledMma, acc, rW, rX, full, release, extent: Extent, begun: Int32 | int = 0):

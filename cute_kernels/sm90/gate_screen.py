@@ -25,7 +25,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-import cutlass.pipeline as pipeline
 from cutlass import Boolean, Float32, Int8, Int16, Int32, Uint16, Uint32, const_expr, range_constexpr
 
 from .. import geometry, screen
@@ -131,20 +130,20 @@ class GateScreen(GatePack):
             if tile != first:
                 cute.arch.barrier(barrier_id=Barrier.TERMS_EMPTY, number_of_threads=self.handover_threads())
             for i in cutlass.range(thread, TOKENS, TERM_THREADS, unroll=1):
-                terms = self.token_terms(o, self.token_operands(o, row * TOKENS + i, extent))
-                four = cute.make_tensor((s.tokens + 4 * i).align(16), cute.make_layout(4))
-                for j in range_constexpr(3):
-                    four[j] = terms[j]
+                self.put(s.tokens, i, self.token_terms(o, self.token_operands(o, row * TOKENS + i, extent)))
             for i in cutlass.range(thread, NEURONS, TERM_THREADS, unroll=1):
                 square, beta, offset = self.neuron_terms(o, self.neuron_operands(o, column * NEURONS + i, extent))
                 # without a bias, beta is 0 except for zero rows, where it is below all products
-                terms = (square, beta, offset if o.bias.shape[0] > 0 else offset - beta)
-                four = cute.make_tensor((s.neurons + 4 * i).align(16), cute.make_layout(4))
-                for j in range_constexpr(3):
-                    four[j] = terms[j]
+                self.put(s.neurons, i, (square, beta, offset if o.bias.shape[0] > 0 else offset - beta))
             for half in range_constexpr(2):
                 cute.arch.barrier_arrive(barrier_id=Barrier.TERMS_FULL + half, number_of_threads=128 + TERM_THREADS)
             tile += step
+
+    def put(self, target, index, terms):
+        """Store three terms."""
+        four = cute.make_tensor((target + 4 * index).align(16), cute.make_layout(4))
+        for j in range(3):
+            four[j] = terms[j]
 
     @cute.jit
     def token_operands(self, o, token: Int32, extent):
@@ -207,16 +206,7 @@ class GateScreen(GatePack):
     @cute.jit
     def mma(self, ring, mma: cute.TiledMma, s, o, thread: Int32, extent):
         """Main loop and epilogue for half of the tile's neurons."""
-        half = cute.arch.make_warp_uniform(thread // 128)
-        warp_index = cute.arch.make_warp_uniform(thread // 32)
-        leader = mma.get_slice(cute.make_layout(2, stride=128)(half))
-        rW = mma.make_fragment_A(leader.partition_A(s.sW))
-        rX = mma.make_fragment_B(leader.partition_B(s.sX))
-        coordinates = mma.get_slice(thread).partition_C(cute.make_identity_tensor((NEURONS, TOKENS)))
-        acc = cute.make_rmem_tensor(coordinates.shape[:3], self.accumulator)
-
-        full = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
-        release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.stages)
+        half, warp_index, rW, rX, _, acc, full, release = self.fragments(mma, s, thread)
         tile, step, turn = cute.arch.block_idx()[2], cute.arch.grid_dim()[2], Int32(0)
         while tile < extent.m_tiles * extent.n_tiles:
             row, column = self.tile_of(tile, extent)

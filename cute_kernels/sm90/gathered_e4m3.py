@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.activation import power_pair
-from ..common.copies import address
+from ..common.copies import address, store_half
 from ..common.gathered import TILE_M, TILE_N, Operands, arguments
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column
@@ -98,10 +98,7 @@ class GatheredE4m3(E4m3Columns, Gathered):
     def scatter(self, data: Operands, panel, entry: Uint32, valid: Boolean):
         """Store the coefficient of an entry at its token and position, without a branch."""
         bits = power_pair(entry, data.activation, self.dtype) >> 16
-        target = panel + Int32(swizzle_column(entry >> 6, entry & Uint32(PANEL - 1)))
-        cute.arch.inline_ptx(
-            "st.shared.b16 [{$r0}], {$r1};", read_only_args=[target, Uint16(bits & Uint32(0xFFFF))], predicate=valid
-        )
+        store_half(panel + Int32(swizzle_column(entry >> 6, entry & Uint32(PANEL - 1))), bits, valid)
 
     # ---- the mma groups ----
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Int32, Int64, Uint16, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Int32, Int64, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from .. import feasible
-from ..common.copies import copy_async, store_pairs
+from ..common.copies import copy_async, store_half, store_pairs
 from ..common.lists import Lists
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column, swizzle_piece
@@ -60,10 +60,7 @@ def gather_columns(
 @cute.jit
 def store_coefficient(tile: Any, index: Uint32, bits: Uint32, valid: Boolean) -> None:
     """Store the low 16 bits at row `index` / 64 % 64, column `index` % 64 of 64 K-major rows, without a branch."""
-    target = tile + Int32(swizzle_column(index >> 6, index & Uint32(0xFFF)))
-    cute.arch.inline_ptx(
-        "st.shared.b16 [{$r0}], {$r1};", read_only_args=[target, Uint16(bits & Uint32(0xFFFF))], predicate=valid
-    )
+    store_half(tile + Int32(swizzle_column(index >> 6, index & Uint32(0xFFF))), bits, valid)
 
 
 class Turn(NamedTuple):
