@@ -408,7 +408,7 @@ class Compact:
                     for j in range_constexpr(OWN - 1):
                         before += own[j]
                         token += Int32(first + 32 * i >= before)
-                    self.mark_entry(s, loaded[i])
+                    self.mark_entry(s, loaded[i], kept, token, False)
                     s.owners[first + 32 * i] = Uint8(token)
 
     @cute.jit
@@ -487,7 +487,7 @@ class Compact:
             for i in range_constexpr(BATCHES):
                 if first + i * THREADS < kept:
                     s.words[first + i * THREADS] = (loaded[i] & Uint32(0xFFFF0000)) | Uint32(ranks[i])
-                    self.count_entry(s, ranks[i], self.owner(s, first + i * THREADS))
+                    count_token(s.counters, ranks[i] // CHUNK, self.owner(s, first + i * THREADS))
         for j in cutlass.range(OWN, unroll=1):
             if s.kept[warp * OWN + j] < 0:
                 self.scan_token(s, gate, warp * OWN + j, lane, COUNT)
@@ -649,9 +649,7 @@ class Compact:
         for i in range_constexpr(8):
             if flags[i]:
                 word = spilled_word(values, i, neuron)
-                self.mark_entry(s, word)
-                if keep:
-                    self.keep_entry(s, word, at, token)
+                self.mark_entry(s, word, at, token, keep)
             at += Int32(flags[i])
         return cute.arch.shuffle_sync(at, 31)
 
@@ -660,14 +658,12 @@ class Compact:
         """Run one phase on a non-zero per active lane, ascending. All lanes of the warp must take part."""
         if const_expr(phase == MARK):
             if active:
-                self.mark_entry(s, word)
-                if keep:
-                    self.keep_entry(s, word, at, token)
+                self.mark_entry(s, word, at, token, keep)
         else:
             rank = self.rank_of(s, word)
             if const_expr(phase == COUNT):
                 if active:
-                    self.count_entry(s, rank, token)
+                    count_token(s.counters, rank // CHUNK, token)
             else:
                 ordinal, run = self.ordinal_in_chunk(rank // CHUNK, active, run)
                 if active:
@@ -682,19 +678,14 @@ class Compact:
         return widen(s.prefix[at]) + Int32(cute.arch.popc(Uint32(s.bitmap[at]) & below))
 
     @cute.jit
-    def mark_entry(self, s: Views, word: Uint32):
+    def mark_entry(self, s: Views, word: Uint32, at: Int32, token: Int32, keep):
+        """Count a non-zero by neuron, and `keep` it as number `at`."""
         neuron = word & Uint32(0xFFFF)
         one = Uint32(1) << ((neuron & 3) * 8)
         cute.arch.atomic_add(s.counters.iterator + Int32(neuron >> 2), one, scope="cta")
-
-    @cute.jit
-    def keep_entry(self, s: Views, word: Uint32, at: Int32, token: Int32):
-        s.words[at] = word
-        s.owners[at] = Uint8(token)
-
-    @cute.jit
-    def count_entry(self, s: Views, rank: Int32, token: Int32):
-        count_token(s.counters, rank // CHUNK, token)
+        if keep:
+            s.words[at] = word
+            s.owners[at] = Uint8(token)
 
     @cute.jit
     def write_entry(self, s: Views, gate, word: Uint32, rank: Int32, ordinal: Int32, token: Int32):

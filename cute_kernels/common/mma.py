@@ -43,26 +43,18 @@ def mma_16x8x16(
 
 
 @cute.jit
-def load_matrices(source: Any) -> Any:
+def load_matrices(source: Any, kind: cutlass.Constexpr = "") -> Any:
     """Load four 8 x 8 matrices from shared memory; lane 8q + r passes the address of row r of matrix q.
 
     With g = lane / 4 and i = lane % 4, a lane gets elements (g, 2i) and (g, 2i + 1) of each.
     """
     return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+        f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{ {{$w0}}, {{$w1}}, {{$w2}}, {{$w3}} }}, [{{$r0}}];",
         write_only_types=[Uint32] * 4,
         read_only_args=[source],
     )
 
 
-@cute.jit
 def load_matrices_transposed(source: Any) -> Any:
-    """Load four 8 x 8 matrices, transposed; lane 8q + r passes the address of row r of matrix q.
-
-    With g = lane / 4 and i = lane % 4, a lane gets elements (2i, g) and (2i + 1, g) of each.
-    """
-    return cute.arch.inline_ptx(
-        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[source],
-    )
+    """The same, transposed: a lane gets elements (2i, g) and (2i + 1, g) of each."""
+    return load_matrices(source, ".trans")

@@ -51,45 +51,36 @@ def load_peer(source: Any, rank: Int32) -> Any:
     )
 
 
-@cute.jit
-def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
-    """Store one fp32 value to CTA `rank` of the cluster, asynchronously; completes four bytes on its mbarrier."""
+def send(target: Any, barrier: Any, rank: Int32, kind: str, values: list[Any]) -> None:
+    """Store values to CTA `rank` of the cluster, asynchronously; completes their bytes on its mbarrier."""
+    numbers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(values)))
     cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+        f"st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}"
+        f" [{{$r0}}], {numbers if len(values) == 1 else f'{{ {numbers} }}'}, [{{$r{len(values) + 1}}}];",
         read_only_args=[
             cute.arch.map_dsmem_ptr(target, rank).toint(),
-            value,
+            *values,
             cute.arch.map_dsmem_ptr(barrier, rank).toint(),
         ],
     )
+
+
+@cute.jit
+def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
+    """Send one fp32 value."""
+    send(target, barrier, rank, "f32", [value])
 
 
 @cute.jit
 def send_words(target: Any, barrier: Any, rank: Int32, first: Uint32, second: Uint32) -> None:
-    """Store two words, 8-byte aligned, as `send_float` stores one value."""
-    cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [{$r0}], { {$r1}, {$r2} }, [{$r3}];",
-        read_only_args=[
-            cute.arch.map_dsmem_ptr(target, rank).toint(),
-            first,
-            second,
-            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
-        ],
-    )
+    """Send two words, 8-byte aligned."""
+    send(target, barrier, rank, "v2.b32", [first, second])
 
 
 @cute.jit
 def send_quad(target: Any, barrier: Any, rank: Int32, four: Any) -> None:
-    """Store four fp32 values, 16-byte aligned, as `send_float` stores one."""
-    cute.arch.inline_ptx(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32"
-        " [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} }, [{$r5}];",
-        read_only_args=[
-            cute.arch.map_dsmem_ptr(target, rank).toint(),
-            *(value.bitcast(Uint32) for value in four),
-            cute.arch.map_dsmem_ptr(barrier, rank).toint(),
-        ],
-    )
+    """Send four fp32 values, 16-byte aligned."""
+    send(target, barrier, rank, "v4.b32", [value.bitcast(Uint32) for value in four])
 
 
 @cute.jit
