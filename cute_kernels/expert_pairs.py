@@ -22,7 +22,7 @@ from cutlass.memory import SmemAllocator
 
 from . import geometry
 from .common import launch, operands
-from .common.copies import address, load_values, store_values
+from .common.copies import address, aligned, load_values, store_values
 from .common.rows import clear_arrivals
 from .common.values import prefix_sum
 from .specs import ExpertPairsSpec
@@ -143,7 +143,7 @@ class ExpertPairs:
                 quad = cute.make_rmem_tensor((4,), Int32)
                 quad[0], quad[1], quad[3] = expert, place, Int32(0)
                 quad[2] = cutlass.min(counts[expert] - rank, o.most)
-                cute.autovec_copy(quad, cute.make_tensor(address(o.units, unit, 0).align(16), cute.make_layout(4)))
+                cute.autovec_copy(quad, aligned(address(o.units, unit, 0), 4))
             token = pair // (o.pairs.shape[0] // o.x.shape[0])
             for column in cutlass.range(lane * 8, o.x.shape[1], 256, unroll=4):
                 store_values(address(o.rows, place, column), load_values(address(o.x, token, column)))

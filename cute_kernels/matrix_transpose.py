@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, range_constexpr
 
 from .common import operands
-from .common.copies import address, load_values, store_values
+from .common.copies import address, aligned, load_values, store_values
 from .common.values import join_halves
 from .specs import MatrixTransposeSpec
 
@@ -67,7 +67,7 @@ class ByteTranspose(MatrixTranspose):
         pairs = cute.make_rmem_tensor((2, 16), Uint32)
         for i in range_constexpr(16):
             source = cute.recast_ptr(address(matrix, row + i, column).align(8), dtype=Uint32)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pairs[None, i])
+            cute.autovec_copy(aligned(source, 2), pairs[None, i])
         for i in range_constexpr(8):
             quad = cute.make_rmem_tensor((4,), Uint32)
             for j in range_constexpr(4):
@@ -77,8 +77,7 @@ class ByteTranspose(MatrixTranspose):
                     for first in (4 * j, 4 * j + 2)
                 ]
                 quad[j] = Uint32(cute.arch.prmt(*halves, 0x5410))
-            target = cute.recast_ptr(address(out, column + i, row).align(16), dtype=Uint32)
-            cute.autovec_copy(quad, cute.make_tensor(target, cute.make_layout(4)))
+            store_values(address(out, column + i, row), quad)
 
 
 def signature(spec: MatrixTransposeSpec) -> tuple[Any, tuple[Any, ...]]:

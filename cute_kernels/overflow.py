@@ -35,7 +35,7 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .common import launch, operands
 from .common.activation import above, add_l1, gradients, hidden, level_of
-from .common.copies import address, load_pairs, store_pairs
+from .common.copies import address, aligned, load_pairs, store_pairs
 from .common.mma import clear
 from .common.sums import add_flushed, flush_sums
 from .common.values import MAGNITUDE, high_to_float, join_halves, low_to_float, pack, relu_pack, relu_pair, warp_sum
@@ -521,14 +521,14 @@ class Overflow:
                 if neuron < o.neurons and column < result.shape[1]:
                     two.fill(0.0)
                     if accumulate | (here.first > 0):
-                        cute.autovec_copy(pair_at(total, neuron, column), two)
+                        cute.autovec_copy(aligned(address(total, neuron, column), 2), two)
                     for j in range_constexpr(2):
                         two[j] += sums[j, v, r]
                     if accumulate | (here.first + here.count < o.x.shape[0]):
-                        cute.autovec_copy(two, pair_at(total, neuron, column))
+                        cute.autovec_copy(two, aligned(address(total, neuron, column), 2))
                     else:
                         rounded.store(two.load().to(self.dtype))
-                        cute.autovec_copy(rounded, pair_at(result, neuron, column))
+                        cute.autovec_copy(rounded, aligned(address(result, neuron, column), 2))
 
     @cute.jit
     def add_biases(self, o: Operands, s: Shared):
@@ -543,13 +543,6 @@ class Overflow:
                 o.db_gate[at] = total.to(self.dtype)
             elif at >= o.neurons and at - o.neurons < o.db_up.shape[0]:
                 o.db_up[at - o.neurons] = total.to(self.dtype)
-
-
-@cute.jit
-def pair_at(matrix: cute.Tensor, row: Int32, column: Int32) -> Any:
-    """Two adjacent elements of a matrix."""
-    where = address(matrix, row, column).align(2 * matrix.element_type.width // 8)
-    return cute.make_tensor(where, cute.make_layout(2))
 
 
 @cute.jit

@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 
 from .common import launch, operands
 from .common.activation import DRELU, above, power_pair
-from .common.copies import address, load_values_if
+from .common.copies import address, load_values_if, store_values
 from .common.values import MAGNITUDE, high_to_float, low_to_float, ptx_type, relu_pair
 from .specs import QuantizeTokensSpec
 
@@ -239,8 +239,7 @@ def store_quantized(q, m: Int32, column: Int32, quad, inverse: Float32, words, d
     """Store eight values of a row in e4m3."""
     for j in range_constexpr(2):
         words[j] = quantize(quad[2 * j], quad[2 * j + 1], inverse, dtype)
-    target = cute.recast_ptr(address(q, m, column).align(8), dtype=Uint32)
-    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
+    store_values(address(q, m, column), words)
 
 
 def signature(spec: QuantizeTokensSpec) -> tuple[Any, tuple[Any, ...]]:

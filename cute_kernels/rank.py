@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from .common import launch, operands
-from .common.copies import copy_async
+from .common.copies import aligned, copy_async
 from .specs import RankSpec
 
 THREADS = 512
@@ -55,7 +55,7 @@ class Rank:
         # some threads of the last slice, and of the last CTA, have nothing to do
         busy = part < slices and neuron < n
         if busy:
-            cute.autovec_copy(four(popularity, neuron), own)
+            cute.autovec_copy(aligned(popularity.iterator + neuron, 4), own)
         for first in cutlass.range(0, n, BLOCK, unroll=1):
             fours = cutlass.min(n - first, Int32(BLOCK)) // 4
             for q in cutlass.range(thread, fours, THREADS, unroll=1):
@@ -70,7 +70,7 @@ class Rank:
             for k in range_constexpr(OWN):
                 for j in range_constexpr(k):
                     before[k] += Float32(1.0) if own[j] == own[k] else Float32(0.0)
-        cute.autovec_copy(before, four(counts, OWN * thread))
+        cute.autovec_copy(before, aligned(counts.iterator + OWN * thread, 4))
         cute.arch.sync_threads()
         if thread < share and mine + thread < n:
             total = Float32(0.0)
@@ -100,15 +100,10 @@ class Rank:
     def count(self, block, at, least, before):
         """Count those of four neurons that are more popular than `least`."""
         quad = cute.make_rmem_tensor((4,), Int32)
-        cute.autovec_copy(four(block, 4 * at), quad)
+        cute.autovec_copy(aligned(block.iterator + 4 * at, 4), quad)
         for j in range_constexpr(4):
             for k in range_constexpr(OWN):
                 before[k] = add_if_greater(before[k], quad[j], least[k])
-
-
-def four(vector: Any, first: Any) -> Any:
-    """Four consecutive elements of 4 bytes, aligned to 16."""
-    return cute.make_tensor((vector.iterator + first).align(16), cute.make_layout(4))
 
 
 @cute.jit

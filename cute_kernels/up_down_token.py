@@ -46,7 +46,7 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .common import launch, operands
 from .common.activation import hidden, power
-from .common.copies import address, load_values, load_values_if, store_values
+from .common.copies import address, aligned, load_values, load_values_if, store_values
 from .common.token_list import TokenList
 from .common.token_pieces import HEAVY, THREADS, WARPS, Pieces, TokenPieces
 from .common.values import high_to_float, low_to_float, pack, warp_sum
@@ -307,8 +307,7 @@ class TokenCluster(TokenList, TokenPieces):
     def load_list(self, values: cute.Tensor, first: Int32):
         """Load `rows` elements of a list in shared memory, `first` being a multiple of that."""
         loaded = cute.make_rmem_tensor((self.rows,), values.element_type)
-        source = (values.iterator + first).align(min(16, 4 * self.rows))
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.rows)), loaded)
+        cute.autovec_copy(aligned(values.iterator + first, self.rows), loaded)
         return loaded
 
     def products(self, x_thread: cute.Tensor, rows: cute.Tensor) -> list[Float32]:
@@ -397,8 +396,7 @@ class TokenCluster(TokenList, TokenPieces):
     def sum_parts(self, s, i):
         """The dot product of non-zero `i`: the sum of its parts, in a fixed order."""
         parts = cute.make_rmem_tensor((self.parts,), Float32)
-        source = (s.partial.iterator + i * self.parts).align(min(16, 4 * self.parts))
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.parts)), parts)
+        cute.autovec_copy(aligned(s.partial.iterator + i * self.parts, self.parts), parts)
         value = parts[0]
         for p in range_constexpr(1, self.parts):
             value += parts[p]
@@ -455,7 +453,7 @@ class TokenCluster(TokenList, TokenPieces):
         """Write each group's sums to shared memory."""
         for v in range_constexpr(self.vectors):
             target = s.sums + (at.group * self.columns + at.column + v * self.span * self.step)
-            cute.autovec_copy(acc[None, v], cute.make_tensor(target.align(16), cute.make_layout(8)))
+            cute.autovec_copy(acc[None, v], aligned(target, 8))
         cute.arch.sync_threads()
 
     def place_of(self, column: Int32) -> Int32:
@@ -483,7 +481,7 @@ class TokenCluster(TokenList, TokenPieces):
             if o.b_down.shape[0] > 0:
                 value += o.b_down[column + j].to(Float32)
             pair[j] = value.to(self.dtype)
-        cute.autovec_copy(pair, cute.make_tensor(address(o.y, m, column).align(4), cute.make_layout(2)))
+        cute.autovec_copy(pair, aligned(address(o.y, m, column), 2))
 
     @cute.jit
     def store_piece(self, o, s, acc, m, line, first, pieces, at):
@@ -493,8 +491,7 @@ class TokenCluster(TokenList, TokenPieces):
         """
         self.share_sums(s, acc, at)
         for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
-            target = address(o.sums, line, at.left + column).align(8)
-            cute.autovec_copy(self.add_groups(s, column), cute.make_tensor(target, cute.make_layout(2)))
+            cute.autovec_copy(self.add_groups(s, column), aligned(address(o.sums, line, at.left + column), 2))
         end = o.y.shape[1]
         if at.rank == 0 and at.thread == 0:
             o.sums[line, end] = self.total(s)
@@ -525,8 +522,7 @@ class TokenCluster(TokenList, TokenPieces):
             for p in range_constexpr(AT_ONCE):
                 # the last one again in place of those beyond
                 piece = cutlass.min(base + p, pieces - 1)
-                source = address(o.sums, first + piece, column).align(16)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), quads[None, p])
+                cute.autovec_copy(aligned(address(o.sums, first + piece, column), 4), quads[None, p])
             for p in range_constexpr(AT_ONCE):
                 for i in range_constexpr(4):
                     values[i] = values[i] + quads[i, p] if base + p < pieces else values[i]

@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, range_constexpr
 
+from .common.copies import aligned
 from .common.values import high_to_float, low_to_float, unpack_e4m3
 from .specs import UpDownTokenSpec
 from .up_down_token import Operands, Thread, TokenCluster, UpDownToken, Views, arguments
@@ -73,9 +74,8 @@ class E4m3Rows(TokenCluster):
         for v in range_constexpr(self.vectors):
             for i in range_constexpr(4):
                 place = self.place_of(at.column + v * self.span * self.step + 4 * i)
-                target = (s.sums + (at.group * self.pitch + place)).align(16)
                 four = cute.make_tensor(acc[None, v].iterator + 4 * i, cute.make_layout(4))
-                cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
+                cute.autovec_copy(four, aligned(s.sums + (at.group * self.pitch + place), 4))
         cute.arch.sync_threads()
 
     def place_of(self, column: Int32) -> Int32:

@@ -110,8 +110,7 @@ class Window:
             for kind, flags in enumerate((inside, inside & fires, fires)):
                 found[2 * kind + half] += flags
         store_values(gate, quad)
-        target = cute.recast_ptr(near.align(8), dtype=Uint32)
-        cute.autovec_copy(bytes_near, cute.make_tensor(target, cute.make_layout(2)))
+        store_values(near, bytes_near)
 
 
 def signature(spec: WindowSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -14,13 +14,17 @@ def address(matrix: Any, row: Any, column: Any) -> Any:
     return matrix.iterator + (Int64(row) * matrix.stride[0] + column)
 
 
+def aligned(pointer: Any, count: int) -> Any:
+    """`count` elements from an address on, which is aligned to all of them, or to 16 bytes."""
+    return cute.make_tensor(pointer.align(min(16, count * pointer.value_type.width // 8)), cute.make_layout(count))
+
+
 @cute.jit
 def load_values(source: Any, quad: Any = None) -> Any:
     """Load 16 bytes, eight 16-bit values, from an aligned address to four registers: `quad`, or new ones."""
     if const_expr(quad is None):
         quad = cute.make_rmem_tensor((4,), Uint32)
-    line = cute.make_tensor(cute.recast_ptr(source.align(16), dtype=Uint32), cute.make_layout(4))
-    cute.autovec_copy(line, quad)
+    cute.autovec_copy(aligned(cute.recast_ptr(source.align(16), dtype=Uint32), 4), quad)
     return quad
 
 
@@ -40,8 +44,9 @@ def load_values_if(source: Any, quad: Any, exists: Boolean) -> None:
 
 @cute.jit
 def store_values(target: Any, quad: Any) -> None:
-    """Store four registers to 16 bytes at an aligned address, the inverse of `load_values`."""
-    cute.autovec_copy(quad, cute.make_tensor(cute.recast_ptr(target.align(16), dtype=Uint32), cute.make_layout(4)))
+    """Store two or four registers to as many words at an aligned address, the inverse of `load_values`."""
+    words = cute.size(quad)
+    cute.autovec_copy(quad, aligned(cute.recast_ptr(target.align(4 * words), dtype=Uint32), words))
 
 
 @cute.jit

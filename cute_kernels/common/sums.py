@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, range_constexpr
 
 from .. import geometry
+from .copies import aligned
 from .mma import clear
 
 # threads of a CTA that hold sums
@@ -29,13 +30,13 @@ def flush_sums(sums: Any, memory: Any, before: cutlass.Constexpr, first: Boolean
     flat = cute.make_tensor(sums.iterator, cute.make_layout(cute.size(sums)))
     four = cute.make_rmem_tensor((4,), Float32)
     for i in range_constexpr(cute.size(sums) // 4):
-        line = quad_at(base, i)
+        flushed = aligned(base + 4 * THREADS * i, 4)
         four.fill(0.0)
         if not first:
-            cute.autovec_copy(line, four)
+            cute.autovec_copy(flushed, four)
         for j in range_constexpr(4):
             four[j] += flat[4 * i + j]
-        cute.autovec_copy(four, line)
+        cute.autovec_copy(four, flushed)
     clear(sums)
 
 
@@ -46,7 +47,7 @@ def add_flushed(sums: Any, memory: Any, before: cutlass.Constexpr) -> None:
     flat = cute.make_tensor(sums.iterator, cute.make_layout(cute.size(sums)))
     four = cute.make_rmem_tensor((4,), Float32)
     for i in range_constexpr(cute.size(sums) // 4):
-        cute.autovec_copy(quad_at(base, i), four)
+        cute.autovec_copy(aligned(base + 4 * THREADS * i, 4), four)
         for j in range_constexpr(4):
             flat[4 * i + j] += four[j]
 
@@ -60,8 +61,3 @@ def thread_memory(memory: Any, before: cutlass.Constexpr) -> Any:
         for index in (cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
     )
     return memory.iterator + (block * geometry.CTA_SUMS + THREADS * before + thread % THREADS * 4)
-
-
-def quad_at(base: Any, i: int) -> Any:
-    """A thread's flushed sums 4 i to 4 i + 3."""
-    return cute.make_tensor((base + 4 * THREADS * i).align(16), cute.make_layout(4))

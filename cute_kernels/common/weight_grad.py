@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr, r
 
 from .. import geometry
 from . import operands
+from .copies import aligned
 from .mma import clear
 from .values import widen
 
@@ -237,15 +238,15 @@ class WeightGradForm:
         flat = cute.make_tensor(sums.iterator, cute.make_layout(cute.size(sums)))
         four = cute.make_rmem_tensor((4,), Float32)
         for i in range_constexpr(first, last, 4):
-            line = cute.make_tensor((base + i * SUM_THREADS).align(16), cute.make_layout(4))
+            memory = aligned(base + i * SUM_THREADS, 4)
             if const_expr(add):
-                cute.autovec_copy(line, four)
+                cute.autovec_copy(memory, four)
                 for j in range_constexpr(4):
                     flat[i + j] += four[j]
             else:
                 for j in range_constexpr(4):
                     four[j] = flat[i + j]
-                cute.autovec_copy(four, line)
+                cute.autovec_copy(four, memory)
 
 
 def arguments(spec: Any) -> tuple[Any, ...]:

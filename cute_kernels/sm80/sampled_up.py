@@ -18,6 +18,7 @@ from cutlass.memory import SmemAllocator
 
 from .. import feasible, geometry
 from ..common import launch
+from ..common.copies import aligned
 from ..common.mma import clear
 from ..common.sampled import CHUNKS, SAMPLERS, STAGED, TILE_M, TILE_N, Operands, SampledUpForm, Sampler, up_arguments
 from ..common.swizzle import swizzle_column
@@ -145,7 +146,7 @@ class SampledProduct(Product, Sampler):
                 for h in range_constexpr(2):
                     for v in range_constexpr(self.n_frags):
                         place = (row + 16 * i + 8 * h) * STAGED + swizzle_column(row, 8 * v) + column
-                        pair = cute.make_tensor((s.sums.iterator + place).align(8), cute.make_layout(2))
+                        pair = aligned(s.sums.iterator + place, 2)
                         for j in range_constexpr(2):
                             pair[j] = acc[2 * h + j, v, i]
 

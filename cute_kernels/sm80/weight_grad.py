@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, Uint16, Uint32, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from .. import feasible
-from ..common.copies import address
+from ..common.copies import address, aligned
 from ..common.mma import mma_16x8x16
 from ..common.weight_grad import PIECES, TILE_M, TILE_N, Operands, WeightGradForm, arguments
 from ..specs import WeightGradSpec
@@ -152,7 +152,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
             for v in range_constexpr(N_FRAGS):
                 # four lanes access one sector
                 if 8 * v < left - pair:
-                    own = cute.make_tensor((row + 8 * v).align(8), cute.make_layout(2))
+                    own = aligned(row + 8 * v, 2)
                     for j in range_constexpr(2):
                         own[j] = own[j] + acc[2 * h + j, v, i]
 

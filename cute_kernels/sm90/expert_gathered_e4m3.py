@@ -8,7 +8,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint16, range_constexpr
 
-from ..common.copies import address
+from ..common.copies import address, aligned
 from ..specs import ExpertGatheredSpec
 from .columns_e4m3 import BLOCKS, COLUMNS, Columns, E4m3Columns
 from .expert_gathered import ExpertGathered, Operands, arguments
@@ -52,8 +52,7 @@ class ExpertGatheredE4m3(E4m3Columns, ExpertGathered):
                             two = cute.make_rmem_tensor((2,), Float32)
                             for i in range_constexpr(2):
                                 two[i] = sums[(j, i, v), 0, 0] * scales[i]
-                            target = address(o.z, first + pair, place).align(8)
-                            cute.autovec_copy(two, cute.make_tensor(target, cute.make_layout(2)))
+                            cute.autovec_copy(two, aligned(address(o.z, first + pair, place), 2))
 
 
 def signature(spec: ExpertGatheredSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, range_constexpr
 
 from ..common import operands
-from ..common.copies import address
+from ..common.copies import address, aligned
 from ..specs import ExpertPackSpec
 from .expert_pack import ExpertPack, Operands, Unit, fields
 
@@ -28,8 +28,7 @@ class ExpertPackE4m3(ExpertPack):
     def scale(self, values: cute.Tensor, o: Operands, unit: Unit, pair: Int32, neuron: Int32):
         if (pair < unit.pairs) & (neuron < o.hidden.shape[1]):
             scales, of_pair = cute.make_rmem_tensor((8,), Float32), o.scales.x[unit.first + pair]
-            source = address(o.scales.w, unit.expert, neuron).align(16)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(8)), scales)
+            cute.autovec_copy(aligned(address(o.scales.w, unit.expert, neuron), 8), scales)
             for i in range_constexpr(8):
                 values[i] = values[i] * scales[i] * of_pair
 

@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..common import operands
+from ..common.copies import aligned
 from ..specs import GatePackSpec
 from .gate_pack import TILE_N, Barrier, Extent, GatePack, Operands, Views
 
@@ -94,8 +95,7 @@ class GatePackE4m3(GatePack):
         cute.arch.barrier(barrier_id=SCALES + half, number_of_threads=128)
         pair = cute.make_rmem_tensor((2,), Float32)
         for v in range_constexpr(self.tokens // 8):
-            source = (buffer + (8 * v + 2 * (thread & 3))).align(8)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+            cute.autovec_copy(aligned(buffer + (8 * v + 2 * (thread & 3)), 2), pair)
             for part in range_constexpr(2):
                 for i in range_constexpr(2):
                     for j in range_constexpr(2):

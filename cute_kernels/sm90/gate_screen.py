@@ -29,6 +29,7 @@ from cutlass import Boolean, Float32, Int8, Int16, Int32, Uint16, Uint32, const_
 
 from .. import geometry, screen
 from ..common import operands
+from ..common.copies import aligned
 from ..specs import GateScreenSpec
 from .gate_pack import MMA_THREADS, PACK_WARPS, TILE_N, GatePack
 
@@ -141,7 +142,7 @@ class GateScreen(GatePack):
 
     def put(self, target, index, terms):
         """Store three terms."""
-        four = cute.make_tensor((target + 4 * index).align(16), cute.make_layout(4))
+        four = aligned(target + 4 * index, 4)
         for j in range(3):
             four[j] = terms[j]
 
@@ -248,7 +249,7 @@ class GateScreen(GatePack):
         squares, betas, offsets = [], [], []
         for i in range_constexpr(2):
             neuron = warp_index * 16 + 8 * i + group
-            cute.autovec_copy(cute.make_tensor((s.neurons + 4 * neuron).align(16), cute.make_layout(4)), four)
+            cute.autovec_copy(aligned(s.neurons + 4 * neuron, 4), four)
             squares.append(four[0])
             betas.append(four[1])
             offsets.append(four[2])
@@ -257,7 +258,7 @@ class GateScreen(GatePack):
             for v in range_constexpr(part * geometry.TOKEN_TILE // 8, (part + 1) * geometry.TOKEN_TILE // 8):
                 for j in range_constexpr(2):
                     token = 8 * v + 2 * quarter + j
-                    cute.autovec_copy(cute.make_tensor((s.tokens + 4 * token).align(16), cute.make_layout(4)), four)
+                    cute.autovec_copy(aligned(s.tokens + 4 * token, 4), four)
                     for i in range_constexpr(2):
                         reach = four[1] * squares[i] + four[0]
                         if const_expr(biased):

@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.tensor_utils import LayoutEnum
 
 from ..common.activation import power_pair
-from ..common.copies import address, store_half
+from ..common.copies import address, store_half, store_values
 from ..common.gathered import TILE_M, TILE_N, Operands, arguments
 from ..common.sums import add_flushed, flush_sums
 from ..common.swizzle import swizzle_column
@@ -82,8 +82,7 @@ class GatheredE4m3(E4m3Columns, Gathered):
         panel, zeros = panels + stage * PANEL, cute.make_rmem_tensor((4,), Uint32)
         zeros.fill(0)
         for i in range_constexpr(PANEL // (8 * GROUP_THREADS)):
-            line = cute.recast_ptr((panel + (i * GROUP_THREADS + thread) * 8).align(16), dtype=Uint32)
-            cute.autovec_copy(zeros, cute.make_tensor(line, cute.make_layout(4)))
+            store_values(panel + (i * GROUP_THREADS + thread) * 8, zeros)
         cute.arch.barrier(barrier_id=PANEL_CLEAR, number_of_threads=GROUP_THREADS)
         begin, end = (turn.middle, turn.last) if const_expr(second == 1) else (turn.first, turn.middle)
         for j in range_constexpr(AHEAD):

@@ -30,6 +30,7 @@ from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
 from ..common import launch
+from ..common.copies import aligned
 from ..common.sampled import CHUNKS, STAGED, TILE_M, TILE_N, Operands, SampledUpForm, Sampler, up_arguments
 from ..common.swizzle import swizzle_column
 from ..common.units import begin, deal_units, find_unit, unit_after
@@ -152,7 +153,7 @@ class SampledProduct(Sampler):
         for v in range_constexpr(min(STAGED, chunks * geometry.CHUNK - staged * STAGED) // 8):
             for i in range_constexpr(2):
                 at = (row + 8 * i) * STAGED + swizzle_column(row, 8 * v) + column
-                pair = cute.make_tensor((s.sums.iterator + at).align(8), cute.make_layout(2))
+                pair = aligned(s.sums.iterator + at, 2)
                 for j in range_constexpr(2):
                     pair[j] = acc[(j, i, v + staged * (STAGED // 8)), 0, 0]
 

@@ -27,7 +27,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
 
 from .. import feasible, geometry
-from ..common.copies import address, store_values
+from ..common.copies import address, aligned, store_values
 from ..common.weight_grad import PIECES, TILE_M, TILE_N, Operands, WeightGradForm, arguments
 from ..specs import WeightGradSpec
 from .copies import staged
@@ -217,7 +217,7 @@ class WeightGrad(WeightGradForm, SparseProduct):
         """Add two fp32 values per lane to a row: four lanes access one sector."""
         for v in range_constexpr(columns // 8):
             if 8 * v < left:
-                pair = cute.make_tensor((row + 8 * v).align(8), cute.make_layout(2))
+                pair = aligned(row + 8 * v, 2)
                 for j in range_constexpr(2):
                     pair[j] = pair[j] + acc[(j, i, v), 0, 0]
 
