@@ -47,19 +47,7 @@ class Pack:
             launch.start(self.kernel(gate, words, spill, stats, *rest, columns), groups * columns, 32 * WARPS, stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        gate: cute.Tensor,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        stats: cute.Tensor,
-        arrivals: cute.Tensor,
-        bias: cute.Tensor,
-        levels: cute.Tensor,
-        width: Int32,
-        threshold: Int32,
-        columns: Int32,
-    ):
+    def kernel(self, gate, words, spill, stats, arrivals, bias, levels, width: Int32, threshold: Int32, columns: Int32):
         thread, block, lane = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         # the last tokens first: PyTorch has just written their gates, which are in L2
@@ -103,16 +91,7 @@ class Pack:
 
     @cute.jit
     def pack_tile(
-        self,
-        words: cute.Tensor,
-        spill: cute.Tensor,
-        quad: cute.Tensor,
-        m: Int32,
-        tile: Int32,
-        width: Int32,
-        levels: cute.Tensor,
-        within: Boolean,
-        lane: Int32,
+        self, words, spill, quad: cute.Tensor, m: Int32, tile: Int32, width: Int32, levels, within: Boolean, lane: Int32
     ) -> Int32:
         """Pack the 256 gates of a token's tile, eight in `quad`, if it is `within` the problem; return the count."""
         for i in range_constexpr(4):

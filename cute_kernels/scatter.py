@@ -34,16 +34,7 @@ class Scatter:
             launch.start(self.kernel(values, entries, neurons, *rest), (tiles, PARTS), 32 * WARPS, stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        values: cute.Tensor,
-        entries: cute.Tensor,
-        neurons: cute.Tensor,
-        chunks: cute.Tensor,
-        sizes: cute.Tensor,
-        out: cute.Tensor,
-        capacity: Int32,
-    ):
+    def kernel(self, values, entries, neurons, chunks, sizes, out, capacity: Int32):
         (tile, part, _), lane = cute.arch.block_idx(), cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         launch.wait()

@@ -44,16 +44,7 @@ class Window:
             launch.start(self.kernel(gate, *rest, tiles), ctas, 32 * WARPS, stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        gate: cute.Tensor,
-        level: cute.Tensor,
-        below: cute.Tensor,
-        above: cute.Tensor,
-        near: cute.Tensor,
-        counts: cute.Tensor,
-        tiles: Int32,
-    ):
+    def kernel(self, gate, level, below, above, near, counts, tiles: Int32):
         thread, block, lane = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
         first, tile = block // tiles * ROWS + warp, block % tiles * geometry.TILE

@@ -380,13 +380,7 @@ class SparseProduct(Lists):
 
 @cute.jit
 def store_rounded(
-    acc: Any,
-    i: cutlass.Constexpr,
-    columns: cutlass.Constexpr,
-    row: Any,
-    left: Int32,
-    lane: Int32,
-    dtype: cutlass.Constexpr,
+    acc, i: cutlass.Constexpr, columns: cutlass.Constexpr, row, left: Int32, lane: Int32, dtype: cutlass.Constexpr
 ) -> None:
     """Round rows g + 8 i of a warp's WGMMA sums [16, columns] and store them at `row`, which has `left` columns."""
     pairs = [pack(acc[(0, i, v), 0, 0], acc[(1, i, v), 0, 0], dtype) for v in range(columns // 8)]
