@@ -140,13 +140,12 @@ class Lists:
 
     @cute.jit
     def take(self, s: Shared, item: Int32, at: Place) -> cute.Tensor:
-        """Wait for the sums of an item, add them and give their memory back."""
+        """Wait for the sums of an item and add them; CTAs that sent them wait for `give_back`."""
         if const_expr(self.cluster > 1):
             stage = item % self.stages
             cute.arch.mbarrier_wait(s.arrived + stage, (item // self.stages) & 1)
             source = s.received + stage * (self.cluster * self.sent)
             sums = self.add_parts(source, self.cluster, self.share, at.lane)
-            self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, at.lane)
         else:
             stage = item % self.sum_stages
             cute.arch.mbarrier_wait(s.summed + stage, (item // self.sum_stages) & 1)
@@ -158,7 +157,11 @@ class Lists:
 
     @cute.jit
     def give_back(self, full, credit, size: cutlass.Constexpr, lane: Int32):
-        """Expect the next bytes at a stage that this warp has read, and tell all CTAs that they may send them."""
+        """Expect the next bytes at a stage, and tell all CTAs that they may send them.
+
+        All lanes must have *used* what they loaded from it: an arrival at another CTA may overtake loads that wait, and
+        in cluster scope, where it may not, it costs a fence.
+        """
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
@@ -192,6 +195,7 @@ class Lists:
                 for t in range_constexpr(self.share):
                     target = s.exchanged + (((stage * self.n_frags + first + t) * 32 + at.lane) * 2)
                     send_words(target, s.passed + stage, peer, pairs[t, 0], pairs[t, 1])
+            self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, at.lane)
             item += 1
             running = tiles < at.tiles
             if const_expr(self.gated):
@@ -274,9 +278,15 @@ class Lists:
             if at.lane == 0:
                 put(s.totals, item % RING, total)
             cute.arch.sync_warp()
+            stage = item % self.stages
             item += 1
             if at.lane == 0:
                 cute.arch.store(s.words, item, sem="release", scope="cta")
+            # queued, or counted, is used
+            if const_expr(self.shares):
+                self.give_back(s.passed + stage, s.returned + stage, 256 * self.n_frags, at.lane)
+            elif const_expr(self.cluster > 1):
+                self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, at.lane)
             running = tiles < at.tiles
             if const_expr(self.gated):
                 running = running | (item < tiles + ((total + ROWS - 1) >> 4))
@@ -296,7 +306,6 @@ class Lists:
             )
             for r in range_constexpr(2):
                 pairs[t, r] = two[r]
-        self.give_back(s.passed + stage, s.returned + stage, 256 * self.n_frags, lane)
         group = Int32(-1)
         if const_expr(self.gated):
             group = word(s.items, item % RING)
