@@ -121,9 +121,6 @@ class Lists:
             running = word(s.words, 1) != item
             if running:
                 sums = self.add_parts(s.sums + own * (WARPS * self.part), WARPS, self.n_frags, at.lane)
-                cute.arch.sync_warp()
-                if at.lane == 0:
-                    cute.arch.mbarrier_arrive(s.taken + own)
                 cute.arch.mbarrier_wait(s.credit + stage, ((item // self.stages) & 1) ^ 1)
                 target = s.received + ((stage * self.cluster + at.rank) * self.sent + 4 * at.lane)
                 if const_expr(self.shares):
@@ -136,11 +133,14 @@ class Lists:
                         peer = (at.rank + c) % self.cluster
                         for t in range_constexpr(self.n_frags):
                             send_quad(target + 128 * t, s.arrived + stage, peer, [sums[j, t] for j in range(4)])
+                cute.arch.sync_warp()
+                if at.lane == 0:
+                    cute.arch.mbarrier_arrive(s.taken + own)
                 item += 1
 
     @cute.jit
     def take(self, s: Shared, item: Int32, at: Place) -> cute.Tensor:
-        """Wait for the sums of an item and add them; CTAs that sent them wait for `give_back`."""
+        """Wait for the sums of an item and add them; who made them waits for `done`."""
         if const_expr(self.cluster > 1):
             stage = item % self.stages
             cute.arch.mbarrier_wait(s.arrived + stage, (item // self.stages) & 1)
@@ -150,18 +150,26 @@ class Lists:
             stage = item % self.sum_stages
             cute.arch.mbarrier_wait(s.summed + stage, (item // self.sum_stages) & 1)
             sums = self.add_parts(s.sums + stage * (WARPS * self.part), WARPS, self.n_frags, at.lane)
-            cute.arch.sync_warp()
-            if at.lane == 0:
-                cute.arch.mbarrier_arrive(s.taken + stage)
         return sums
 
     @cute.jit
-    def give_back(self, full, credit, size: cutlass.Constexpr, lane: Int32):
-        """Expect the next bytes at a stage, and tell all CTAs that they may send them.
+    def done(self, s: Shared, item: Int32, lane: Int32):
+        """Give back the memory of an item's sums.
 
-        All lanes must have *used* what they loaded from it: an arrival at another CTA may overtake loads that wait, and
-        in cluster scope, where it may not, it costs a fence.
+        All lanes must have *used* what they loaded, here as everywhere: an arrival may overtake loads that wait behind
+        those of other kernels. In cluster scope, where it may not, it costs a fence.
         """
+        if const_expr(self.cluster > 1):
+            stage = item % self.stages
+            self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, lane)
+        else:
+            cute.arch.sync_warp()
+            if lane == 0:
+                cute.arch.mbarrier_arrive(s.taken + item % self.sum_stages)
+
+    @cute.jit
+    def give_back(self, full, credit, size: cutlass.Constexpr, lane: Int32):
+        """Expect the next bytes at a stage, and tell all CTAs that they may send them."""
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(full, size)
@@ -195,7 +203,7 @@ class Lists:
                 for t in range_constexpr(self.share):
                     target = s.exchanged + (((stage * self.n_frags + first + t) * 32 + at.lane) * 2)
                     send_words(target, s.passed + stage, peer, pairs[t, 0], pairs[t, 1])
-            self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, at.lane)
+            self.done(s, item, at.lane)
             item += 1
             running = tiles < at.tiles
             if const_expr(self.gated):
@@ -278,15 +286,14 @@ class Lists:
             if at.lane == 0:
                 put(s.totals, item % RING, total)
             cute.arch.sync_warp()
-            stage = item % self.stages
-            item += 1
             if at.lane == 0:
-                cute.arch.store(s.words, item, sem="release", scope="cta")
-            # queued, or counted, is used
+                cute.arch.store(s.words, item + 1, sem="release", scope="cta")
             if const_expr(self.shares):
+                stage = item % self.stages
                 self.give_back(s.passed + stage, s.returned + stage, 256 * self.n_frags, at.lane)
-            elif const_expr(self.cluster > 1):
-                self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, at.lane)
+            else:
+                self.done(s, item, at.lane)
+            item += 1
             running = tiles < at.tiles
             if const_expr(self.gated):
                 running = running | (item < tiles + ((total + ROWS - 1) >> 4))
