@@ -27,6 +27,8 @@ from twell.commands.timing import measure, spread
 
 # K, N, whether there is a gate
 LAYERS = ((4096, 16384, False), (2048, 8192, False), (4096, 14336, True), (2048, 5632, True))
+# Calls of a graph, whose launch takes the GPU microseconds.
+CALLS = 16
 SHARES, TOKENS = (0.01, 0.05, 0.1, 0.14, 0.5, 1.0), (1, 4, 8, 16, 32)
 
 
@@ -73,7 +75,8 @@ def rows(gpu: protocol.Gpu, layer: tuple[int, int, bool], bytes_s: float, second
             x = x.bfloat16()
             fired = float((F.linear(x, layers[0][0]) > 0).any(0).float().mean())
             ways = {"dense": dense, "auto": sparse}
-            recordings = {name: gpu.record(partial(called, way, x, layers), copies) for name, way in ways.items()}
+            calls = copies * math.ceil(CALLS / copies)
+            recordings = {name: gpu.record(partial(called, way, x, layers), calls) for name, way in ways.items()}
             us = {name: spread(each).median * 1e3 for name, each in measure(recordings, seconds).items()}
             right = dense(x.double(), *(t.double() for t in layers[0]))
             errors = {name: float((way(x, *layers[0]) - right).norm() / right.norm()) for name, way in ways.items()}
