@@ -209,7 +209,8 @@ class Decode(Lists):
         at = Place(thread, warp, thread & 31, rank, cluster, clusters, Int32(0), left, width)
         launch.start_next_early()
         self.open(s, at)
-        self.wait_for_kernel_before(o, at)
+        if self.waits(o, at):
+            cute.arch.griddepcontrol_wait()
         tiles = self.count_tiles(o, s, at)
         at = at._replace(tiles=cutlass.max(tiles - cluster + clusters - 1, Int32(0)) // clusters)
         if warp < WARPS:
@@ -271,9 +272,9 @@ class Decode(Lists):
         else:
             cute.arch.sync_threads()
 
-    def wait_for_kernel_before(self, o: Any, at: Place) -> None:
-        """Wait before anything is read; see decode_e4m3.py."""
-        cute.arch.griddepcontrol_wait()
+    def waits(self, o: Any, at: Place) -> Any:
+        """Whether a thread waits for the kernel before, as all do here; see decode_e4m3.py."""
+        return True
 
     # ---- tiles of a plain layer; see decode_experts.py ----
 

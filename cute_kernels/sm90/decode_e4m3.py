@@ -47,11 +47,9 @@ class DecodeE4m3(decode.Decode):
     operands: Any = Operands
 
     @cute.jit
-    def wait_for_kernel_before(self, o: Any, at: Place):
+    def waits(self, o: Any, at: Place):
         """Warps that copy weights wait only for a kernel that may write these."""
-        copies = (at.warp >= WARPS) & (at.warp < self.sender)
-        if (o.early == 0) | (not copies):
-            cute.arch.griddepcontrol_wait()
+        return (o.early == 0) | (at.warp < WARPS) | (at.warp >= self.sender)
 
     @cute.jit
     def mma(self, sums: Any, *fragments: Any) -> Any:

@@ -48,7 +48,7 @@ SHAPES = {
     "nano": Shape(2688, 1856, 128, 6),
     "super": Shape(1024, 2688, 512, 22),
     "ultra": Shape(2048, 5120, 512, 22),
-    "tiny": Shape(64, 72, 8, 2),
+    "tiny": Shape(64, 512, 8, 2),
 }
 SEQUENCES = (1, 8, 32, 64, 128, 256, 1024)
 # Calls of a recording, each with routes of its own.
@@ -186,7 +186,7 @@ class Layer:
             e4m3 = weights == "e4m3"
             right, dense = self.bar(problems[-1], weights)
             given: list[Any] = [each._replace(**self.quantised) for each in problems] if e4m3 else [*problems]  # type: ignore[arg-type]
-            check = functools.partial(self.check, right, dense)
+            check = functools.partial(self.check, right, dense, self.fired(problems[-1]))
             for strategy in self.arguments.strategies:
                 by = functools.partial(self.sparse, given, strategy)
                 yield Variant(f'{"e4m3 " * e4m3}"{strategy}"', by, len(problems), check=check)
@@ -195,10 +195,16 @@ class Layer:
         options: Any = {"activation": self.arguments.activation, "strategy": strategy}
         return lambda i: (twell.sparse_experts(**given[i]._asdict(), **options),)
 
-    def check(self, right: Tensor, dense: Errors, _: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
-        """Check y of the last call."""
+    def check(
+        self, right: Tensor, dense: Errors, fired: int, _: str, call: Call, outputs: tuple[Tensor, ...]
+    ) -> Verdict:
+        """Check y of the last call, of so many hidden states that are not zero."""
         budgets = testing.BUDGET, testing.BUDGET * testing.allowance(len(right))
-        return verdict({"y": Comparison(testing.errors(outputs[0], right), dense, math.inf, *budgets)})
+        return verdict({"y": Comparison(testing.errors(outputs[0], right), dense, fired, *budgets)})
+
+    def fired(self, problem: Mixture) -> int:
+        """Hidden states that are not zero."""
+        return sum(int(hidden_of(problem, e)[1].sum()) for e in problem.expert_ids.unique().tolist())
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -278,9 +278,7 @@ def writes_to_one_buffer(op: Op) -> Op:
 
 def weighs_all_slots_alike(op: Op) -> Op:
     """The weight of a token's first slot stands for all."""
-    return lambda given, activation: op(
-        given._replace(weights=given.weights[:, :1].expand_as(given.weights)), activation
-    )
+    return lambda given, *more: op(given._replace(weights=given.weights[:, :1].expand_as(given.weights)), *more)
 
 
 def takes_the_last(op: Op) -> Op:

@@ -319,7 +319,7 @@ def judge_worst(case: Case, o: Operands, found: Outputs, result: Result) -> None
         dtype = t.dtype if name.startswith("main ") or name == "l1" else case.torch_dtype
         judge_elements(name, t, answer, result, roundings(case), dtype)
     if "y" in found and (case.scales or case.kind == "experts"):
-        judge_beside_dense(case, o, found["y"], right["y"].value)
+        judge_beside_dense(case, o, found["y"], right["y"].value, result.nonzeros)
 
 
 def rounded_again(case: Case) -> set[str]:
@@ -331,7 +331,7 @@ def rounded_again(case: Case) -> set[str]:
     return {"b_down", *(["w_up"] if case.tied else []), *(["x"] if case.skip else [])} & set(case.wanted)
 
 
-def judge_beside_dense(case: Case, o: Operands, y: Tensor, right: Tensor) -> None:
+def judge_beside_dense(case: Case, o: Operands, y: Tensor, right: Tensor, nonzeros: float) -> None:
     """Raise Mismatch unless y is as close to float64 as dense products of each expert are."""
     if not y.numel() or not bool(right.to(y.dtype).isfinite().all()):
         return
@@ -339,7 +339,7 @@ def judge_beside_dense(case: Case, o: Operands, y: Tensor, right: Tensor) -> Non
     ours = comparison.errors(y.reshape(right.shape), right)
     theirs = comparison.errors(_dense_experts(case, o, form), right)
     # of few hidden values, chance decides
-    budget = 1.1 * comparison.allowance(case.m * case.slots / 16)
+    budget = 1.1 * comparison.allowance(min(nonzeros, case.m * case.slots / 16))
     close = ours.frobenius < 2**-6 if case.scales else theirs.frobenius < 2**-12 and ours.frobenius < 2**-8
     if not (close or ours.within(theirs, budget, 4 * budget)):
         raise Mismatch(f"y: error {ours}, dense {theirs}")

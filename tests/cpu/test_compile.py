@@ -33,6 +33,7 @@ OCCUPANCY = {
     "unpack": (256, 8),
     "reglu": (256, 5),
     "compact": (1024, 1),
+    "decode": (384, 1),
     "sampled_up": (384, 1),
     "sampled_grad": (384, 1),
     "gathered": (384, 1),
@@ -86,6 +87,9 @@ def local_budget(spec: Spec, kernel: str) -> int:
     if isinstance(spec, specs.GatheredSpec) and spec.dtype == specs.E4M3 and kernel.endswith("_0"):
         # the one that flushes sums
         return 8
+    if isinstance(spec, specs.DecodeSpec) and spec.tokens == 32:
+        # counters and addresses, of 128 sums a thread
+        return 176
     return 0
 
 

@@ -2,8 +2,9 @@
 
 A kernel launched by ``launch.start``, or with ``use_pdl``, may run while its predecessor does.
 ``griddepcontrol.wait`` returns when the predecessor has ended and its writes are visible. Every kernel waits,
-unconditionally, before it touches global memory, and lets its successor start only after that. So all earlier kernels
-have ended, too, when a kernel passes its wait.
+unconditionally, before it touches global memory, and lets its successor start only after that; or at once, by
+``launch.start_next_early``, since it does not end before its wait. So all earlier kernels have ended, too, when a
+kernel passes its wait. Threads for which ``self.waits`` is false do not wait, in a kernel where others do.
 
 What a kernel does in ``start`` comes before: it may read what only kernels before its predecessor can have written, as
 weights are behind a kernel of the same program. They have ended, because the predecessor has passed its own wait.
@@ -18,6 +19,7 @@ import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "cute_kernels"
 WAIT, TRIGGER = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
+WAITS_IF = "self.waits(o, at)"
 
 
 def attributes(node: ast.AST) -> set[str]:
@@ -84,13 +86,17 @@ def imported_tuples(tree: ast.AST) -> set[str]:
 
 
 def unordered(kernel: ast.FunctionDef, tuples: set[str]) -> Iterator[str]:
+    body = [
+        statement.body[0] if isinstance(statement, ast.If) and ast.unparse(statement.test) == WAITS_IF else statement
+        for statement in kernel.body
+    ]
     steps = [
         statement.value.func.attr
         if isinstance(statement, ast.Expr)
         and isinstance(statement.value, ast.Call)
         and isinstance(statement.value.func, ast.Attribute)
         else ""
-        for statement in kernel.body
+        for statement in body
     ]
     if steps.count(WAIT) != 1:
         yield f"{kernel.name}: must wait once, unconditionally"

@@ -127,7 +127,8 @@ def _cpu(*arguments: Any) -> Tensor:
     activation = activation_of(name, threshold)
     if strategy == "dense" or (strategy == "auto" and not invariant):
         return dense(given, activation)
-    return y.copy_(_sums(given, activation))
+    rounds = not invariant and _in_one_pass(given, activation, specs.SM90)
+    return y.copy_(_sums(given, activation, rounds))
 
 
 def _given(arguments: Sequence[Any]) -> tuple[Experts, Sequence[Any]]:
@@ -142,21 +143,26 @@ def check_ids(ids: Tensor, count: int, name: str = "ids") -> None:
         raise ValueError(f"{name} must be from -1 to {count - 1}, got {int(ids[wrong][0])}")
 
 
-def _sums(given: Experts, activation: Activation) -> Tensor:
-    """y in fp32, of gates that are rounded and hidden states that are not."""
+def _sums(given: Experts, activation: Activation, rounds: bool) -> Tensor:
+    """y in fp32, of gates that are rounded, and hidden states that are once they are weighted, or not."""
     x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down = given
     y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
+
+    def add(tokens: Tensor, first: Tensor, second: Tensor | None, down: Tensor, weight: Tensor) -> None:
+        gate = gate_on_cpu(x[tokens], first, None, Activation("fatrelu", activation.threshold)).float()
+        up = None if second is None else hybrid.project(x[tokens], second, None)
+        hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0) * weight[:, None]
+        hidden = hybrid.rounded(hidden, x.dtype) if rounds else hidden
+        y.index_add_(0, tokens, hybrid.project(hidden, down.t(), None))
+
     if shared_up is not None:
-        gate = gate_on_cpu(x, shared_up, None, Activation("fatrelu", activation.threshold)).float()
-        y += hybrid.project(activation.hidden(gate, None), shared_down.t(), None)
-    for expert in ids.unique().tolist():
-        tokens, slots = (ids == expert).nonzero(as_tuple=True)
-        if expert < 0:
-            continue
-        gate = gate_on_cpu(x[tokens], w_gate[expert], None, Activation("fatrelu", activation.threshold)).float()
-        up = None if w_up is None else hybrid.project(x[tokens], w_up[expert], None)
-        hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0) * weights[tokens, slots, None]
-        y.index_add_(0, tokens, hybrid.project(hidden, w_down[expert].t(), None))
+        add(torch.arange(len(x)), shared_up, None, shared_down, torch.ones(len(x)))
+    for expert in ids[ids >= 0].unique().tolist():
+        routed = ids == expert
+        tokens = routed.any(1).nonzero()[:, 0]
+        second = None if w_up is None else w_up[expert]
+        # of all slots of a token together
+        add(tokens, w_gate[expert], second, w_down[expert], weights.where(routed, 0).sum(1)[tokens])
     return y
 
 
@@ -375,7 +381,7 @@ def dense(given: Experts, activation: Activation) -> Tensor:
     y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for slot in range(top):
         y = y + made[places[:, slot]].to(y.dtype) * weights[:, slot, None].to(y.dtype)
-    return _with_shared(y.to(x.dtype), given, activation)
+    return _with_shared(y, given, activation).to(x.dtype)
 
 
 _grouped_mm: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from twell.testing.case import Case
-from twell.testing.operands import LORA_SCALE, Operands, in_e4m3, largest, level_of, rounds_hidden, wide
+from twell.testing.operands import (
+    LORA_SCALE,
+    Operands,
+    in_e4m3,
+    largest,
+    level_of,
+    rounds_hidden,
+    rounds_weighted,
+    wide,
+)
 
 # Value of main gradients before a call adds to them.
 MAIN = 3
@@ -114,9 +123,10 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
     y = w["dy"] * 0 + w.get("b_down", 0)
     l1, l0 = w["dy"].sum() * 0, w["dy"].sum() * 0
     for e in range(case.experts):
-        tokens, slots = torch.arange(m, device=y.device), None
+        tokens, weight = torch.arange(m, device=y.device), torch.ones_like(y[:, :1])
         if "expert_ids" in w:
-            tokens, slots = (w["expert_ids"] == e).nonzero(as_tuple=True)
+            routed = w["expert_ids"] == e
+            tokens, weight = routed.any(1).nonzero()[:, 0], w["weights"].where(routed, 0).sum(1, keepdim=True)
 
         def adapted(name: str, inputs: Tensor, size: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
             """What an adapter adds, of which the first product is rounded."""
@@ -163,9 +173,10 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
             step = near * (w["threshold"] - w["threshold"].detach()) / case.bandwidth
             hidden, l0 = hidden + level_of(case, y.device).double() * step, l0 + step.sum()
         l1 = l1 + hidden.abs().sum()
-        weight = 1.0 if slots is None else w["weights"][tokens, slots, None]
         down = w["w_up"] if case.tied else w["w_down"].transpose(-1, -2).reshape(-1, n, k)[e]
-        y = y.index_add(0, tokens, hidden * weight @ down)
+        hidden = hidden * weight[tokens]
+        hidden = narrow(hidden) if rounds_weighted(case, y.device) else hidden
+        y = y.index_add(0, tokens, hidden @ down)
         y = narrow(y) + adapted("down", hidden) if case.rank else y
     if case.skip:
         y = narrow(y) + narrow(w["x"] @ w["w_skip"].t())

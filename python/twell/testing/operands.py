@@ -305,13 +305,30 @@ def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def rounds_hidden(case: Case, device: torch.device) -> bool:
-    """Whether the hidden state is rounded to 16 bits: always, except by rows that tokens read one by one."""
+    """Whether the hidden state is rounded to 16 bits: always, except by rows that tokens read one by one.
+
+    Then an expert's is, if one pass rounds it once it is weighted; see ``rounds_weighted``.
+    """
+    if rounds_weighted(case, device):
+        return False
     if case.wants or case.strategy not in ("row", "row+invariant"):
         return True
-    family = tuning.family(device.index) if device.type == "cuda" else specs.SM90
-    kind = "gated" if case.first == "gate" else "plain"
     one_pass = case.kind in ("layer", "pair") and case.strategy == "row" and not case.top and not case.rank
-    return one_pass and tuning.decode(case.torch_dtype, case.m, case.k, kind, family) is not None
+    return one_pass and _in_one_pass(case, device, "gated" if case.first == "gate" else "plain")
+
+
+def rounds_weighted(case: Case, device: torch.device) -> bool:
+    """Whether experts' hidden states are rounded once they are weighted, by all slots of a token together."""
+    by_row = case.strategy == "row" or (case.strategy == "auto" and device.type == "cuda")
+    may = case.kind == "experts" and by_row and not case.scales and case.first != "gate" and not case.wants
+    # squares of float16 may exceed it
+    overflows = case.torch_dtype == torch.float16 and case.activation == "relu2"
+    return may and not overflows and _in_one_pass(case, device, "experts")
+
+
+def _in_one_pass(case: Case, device: torch.device, kind: str) -> bool:
+    family = tuning.family(device.index) if device.type == "cuda" else specs.SM90
+    return tuning.decode(case.torch_dtype, case.m, case.k, kind, family) is not None
 
 
 def level_of(case: Case, device: torch.device | str = "cpu") -> Tensor:
