@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def weights(k: int, n: int, gated: bool, share: float) -> tuple[Tensor, ...]:
         return torch.randn(n, k, device="cuda", dtype=torch.bfloat16) * scale
 
     first = drawn(k**-0.5)
-    first[:, 0] = 9.0 if share == 1 else math.sqrt(2) * torch.special.erfinv(torch.tensor(2 * share - 1.0)).item()
+    first[:, 0] = 9.0 if share == 1 else NormalDist().inv_cdf(share)
     return first, *([drawn(k**-0.5)] if gated else []), drawn(n**-0.5)
 
 

@@ -156,7 +156,8 @@ def _sums(given: Experts, activation: Activation, rounds: bool) -> Tensor:
         y.index_add_(0, tokens, hybrid.project(hidden, down.t(), None))
 
     if shared_up is not None:
-        add(torch.arange(len(x)), shared_up, None, shared_down, torch.ones(len(x)))
+        every = torch.arange(len(x), device="cpu")
+        add(every, shared_up, None, shared_down, torch.ones_like(every))
     for expert in ids[ids >= 0].unique().tolist():
         routed = ids == expert
         tokens = routed.any(1).nonzero()[:, 0]
