@@ -52,7 +52,7 @@ class Limits(NamedTuple):
     """Limits of a case: tokens, neurons, m * n, n * k, m * n * k, the classes of K, and neurons of very long sums.
 
     screens: whether there are kernels of the int8 screen. graphs: whether there are CUDA graphs and streams. adapters:
-    whether there is peft.
+    whether there is peft. few: tokens of decoding alone.
     """
 
     m: int
@@ -64,6 +64,7 @@ class Limits(NamedTuple):
     many: int = MANY_NEURONS[-1]
     screens: bool = True
     graphs: bool = False
+    few: bool = False
     adapters: bool = importlib.util.find_spec("peft") is not None
 
     @classmethod
@@ -259,7 +260,8 @@ def _experts(s: Streams, kind: str, number: int, limits: Limits, given: dict[str
     while experts > 1 and experts * n * k > (1 << 28 if big else 1 << 16):
         experts //= 2
     strategy = s.pick("by expert", {"row": 3, "auto": 1, "dense": 1, "row+invariant": 1})
-    found: dict[str, Any] = {"m": s.choice("m", tokens), "gated": gated, "experts": experts, "strategy": strategy}
+    m = s.choice("m", FEW_TOKENS if limits.few else tokens)
+    found: dict[str, Any] = {"m": m, "gated": gated, "experts": experts, "strategy": strategy}
     found |= {"slots": s.choice("slots", (1, 2, 3, 6, 8, 22, 32)), "hot": s.choice("hot", (0.0, 0.0, 0.5, 1.0))}
     found |= {"absent": s.choice("absent", (0.0, 0.0, 0.1, 1.0)), "wide": s.chance("wide", 0.5), "coherent": False}
     found |= {"down_layout": s.pick("down layout", {"rows": 9, "linear": 1}), "x_layout": "plain"}
@@ -314,7 +316,7 @@ def _packed(s: Streams, kind: str, number: int, limits: Limits, given: dict[str,
 
 def sizes(s: Streams, number: int, limits: Limits, few: bool) -> tuple[int, int, int]:
     """M, K and N within ``limits``; cases go through the classes of K in turn, except for few with very long sums."""
-    r = s.of("sizes")
+    r, few = s.of("sizes"), few or limits.few
     if limits.large and not few and r.random() < 0.03:
         k = r.choice([8, 64, 128, 264, 512])
         if r.random() < 0.6:

@@ -6,7 +6,7 @@
     python -m tests.fuzz --replay "layer m=128 n=136 density=1.0 wants=all mains=True"
     python -m tests.fuzz --summary fuzz.jsonl more.jsonl --json fuzz.json
 
-A case (``twell.testing.case``) is a function of the seed, its number, the kinds, the kind of device and its family of
+A case (``twell.testing.case``) is a function of seed, number, kinds, `--few`, the kind of device and its family of
 kernels, and of nothing else. Half of the cases are integers whose every sum fp32 holds in any order: each result has
 one right answer, float64's, rounded once, and bits must match. The others are real numbers, each held to bounds that
 follow from where the strategies promise to round.
@@ -120,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--jit", action="store_true", help="hidden sizes as well that no packaged kernel has")
     parser.add_argument("--portable", action="store_true", help=family.HELP)
+    parser.add_argument("--few", action="store_true", help="tokens of decoding alone, up to 64")
     parser.add_argument("--limit-s", type=float, default=120, help="seconds after which a case hangs (%(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds to draw (all)")
     parser.add_argument("--replay", metavar="CASE", help="run this one case, SEED:NUMBER or a line")
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     if device.type == "cuda":
         costs.HOST_SECONDS.update({False: {}, True: {}})
     flags = f" --device {device.type}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
-    limits = prepare(device, arguments.portable, arguments.jit)
+    limits = prepare(device, arguments.portable, arguments.jit)._replace(few=arguments.few)
     kinds = tuple(kind for kind in KINDS if kind in arguments.kinds)
     if arguments.replay:
         try:
