@@ -223,7 +223,9 @@ class Decode(Lists):
             if warp == WARPS:
                 self.produce(o, s, at)
             elif warp < self.sender:
-                self.help(o, s, at)
+                # a helper that copies nothing would hold nobody back, and could miss a phase
+                if (at.width > 0) & ((warp - WARPS) * self.rows < ROWS):
+                    self.help(o, s, at)
             elif warp < self.reducer:
                 if const_expr(self.cluster > 1):
                     self.send(s, at)
