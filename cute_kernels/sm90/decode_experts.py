@@ -80,7 +80,7 @@ class DecodeExperts(decode.Decode):
                 cute.arch.atomic_or(bits, Uint32(1) << Uint32(expert & 31), scope="cta")
         cute.arch.sync_threads()
         if at.thread == 0:
-            # rounded up: right for all numbers of tiles that memory holds
+            # rounded up
             per = cute.ceil_div(o.neurons, ROWS)
             put(s.words, 3, Int32(Uint32((Int64(1 << 32) + per - 1) // Int64(per))))
         if at.warp == 0:
@@ -116,9 +116,9 @@ class DecodeExperts(decode.Decode):
 
     @cute.jit
     def divided(self, number: Int32, per: Int32, s: Shared) -> Int32:
-        """number // per, by a product."""
-        magic = Uint32(word(s.words, 3))
-        return number if per == 1 else Int32(cute.arch.mul_hi(Uint32(number), magic))
+        """number // per, by a product, which is one too large for some of millions of tiles."""
+        quotient = Int32(cute.arch.mul_hi(Uint32(number), Uint32(word(s.words, 3))))
+        return number if per == 1 else quotient - Int32(quotient * per > number)
 
     @cute.jit
     def source(self, o: Any, what: Int32, row: Int32, column: Int32) -> Any:
