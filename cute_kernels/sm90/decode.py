@@ -223,7 +223,7 @@ class Decode(Lists):
             if warp == WARPS:
                 self.produce(o, s, at)
             elif warp < self.sender:
-                # a helper that copies nothing would hold nobody back, and could miss a phase
+                # nobody waits for a helper that copies nothing, so it could miss a phase
                 if (at.width > 0) & ((warp - WARPS) * self.rows < ROWS):
                     self.help(o, s, at)
             elif warp < self.reducer:

@@ -138,7 +138,7 @@ def _on_cpu(layer: Layer, compression: int, activation: Activation, route: Route
     tokens = tokens_of(layer.x, layer.x_scale)
     if route.strategy == "dense":
         return float8.dense(tokens, *_weights(layer), activation, use_fast_accum=fast)
-    rounded = route.strategy == "union" or _in_one_pass(layer, route, fast, specs.SM90)
+    rounded = route.strategy == "union" or _in_one_pass(layer, route, fast)
     return float8.formula(tokens, *_weights(layer), activation, torch.float32, rounded).bfloat16()
 
 
@@ -166,7 +166,7 @@ def on_cuda(layer: Layer, compression: int, activation: Activation, route: Route
     if tuning.family(layer.x.device.index) != specs.SM90:
         raise NotImplementedError('e4m3 weights have sparse kernels for sm_90a alone; strategy="dense" runs everywhere')
     given = _laid(layer)
-    if _in_one_pass(layer, route, fast, specs.SM90):
+    if _in_one_pass(layer, route, fast):
         y = layer.x.new_empty(layer.x.shape, dtype=torch.bfloat16)
         _few(Form.of(given), activation)(*present(given), y)
         return y
@@ -207,10 +207,10 @@ def _readable(name: str, matrix: Tensor) -> Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-def _in_one_pass(layer: Layer, route: Route, fast: bool, family: str) -> bool:
-    """Whether one kernel computes the layer of these tokens (``ops.decode``)."""
+def _in_one_pass(layer: Layer, route: Route, fast: bool) -> bool:
+    """Whether one kernel of sm_90a computes the layer of these tokens (``ops.decode``)."""
     kind = "plain" if layer.w_up is None else "gated"
-    return fast and not route.invariant and tuning.decode(E4M3, *layer.x.shape, kind, family) is not None
+    return fast and not route.invariant and tuning.decode(E4M3, *layer.x.shape, kind) is not None
 
 
 @kept

@@ -129,9 +129,8 @@ def _route(given: Given, strategy: str, site: Tensor | None) -> Route:
     if route.strategy == "auto":
         n, k = given.w_down.shape
         tokens, copied = given.tokens(k), not are_rows(given.w_down.shape, given.w_down.stride())
-        how: Any = n, given.w_up is not None, False, copied
-        one = {"one_pass": False}
-        route = without_site(tokens, *how, **one) if site is None else site_of(site, False).begin(tokens, *how, **one)
+        choose = without_site if site is None else site_of(site, False).begin
+        route = choose(tokens, n, given.w_up is not None, False, copied, one_pass=False)
         # a site that others share may know the screen
         route = route._replace(screen=False)
     return route
