@@ -40,7 +40,7 @@ from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
 from ..common.values import warp_sum
 from ..specs import E4M3, DecodeSpec
 from .copies import load_row
-from .decode_list import RING, ROWS, WARPS, Lists, Place, Shared, put, quad, word
+from .decode_list import RING, ROWS, WARPS, Lists, Place, Shared, any_bits, arrive, put, quad, word
 
 # groups that wait before they are preferred to a tile, and slots after which a decision knows what was issued
 BACKLOG, LAG = 4, 12
@@ -108,7 +108,7 @@ class Decode(Lists):
         # stages of the warps' and of the CTAs' sums
         self.sum_stages, self.stages = {1: (3, 4), 2: (2, 3), 4: (2, 4) if self.shares else (1, 2)}[self.n_frags]
         # warps that issue copies: a warp issues one in 50 ns
-        self.issuers = 2 if self.columns >= 1024 and self.word == 2 else 4
+        self.issuers = 2 if self.columns * self.value.width >= 1 << 14 else 4
         # with many tokens product warps get registers of those that others do not need
         self.splits = self.n_frags >= 4
         if self.splits:
@@ -436,13 +436,13 @@ class Decode(Lists):
             kind = word(s.kind, slot)
             if kind >= 0:
                 queue = s.queue + (kind % self.groups) * (ROWS * self.tokens)
-                loaded = self.add_down(a_down + slot * (ROWS * self.pitch), queue, y, at.lane)
-                arrive_with(s.empty + slot, loaded, at)
+                self.add_down(a_down + slot * (ROWS * self.pitch), queue, y, at.lane)
+                arrive(s.empty + slot, any_bits(y[0, 0, None]), at.lane)
             else:
                 sums = cute.make_rmem_tensor((4, self.n_frags), Float32)
                 if kind == SUMS:
-                    loaded = self.multiply_tile(a_sums + slot * (ROWS * self.pitch), x, sums)
-                    arrive_with(s.empty + slot, loaded, at)
+                    self.multiply_tile(a_sums + slot * (ROWS * self.pitch), x, sums)
+                    arrive(s.empty + slot, any_bits(sums[None, 0]), at.lane)
                 cute.arch.mbarrier_wait(s.taken + stage, turn)
                 if kind == SUMS:
                     for t in range_constexpr(self.n_frags):
@@ -478,18 +478,13 @@ class Decode(Lists):
 
     @cute.jit
     def multiply_tile(self, source, x: cute.Tensor, sums: cute.Tensor):
-        """Sums of a warp's columns for 16 rows: lane 4 g + i has tokens 2 i and 2 i + 1 of rows g and g + 8.
-
-        Returns something of all that was loaded, as `add_down` does.
-        """
-        loaded = Uint32(0)
+        """Sums of a warp's columns for 16 rows: lane 4 g + i has tokens 2 i and 2 i + 1 of rows g and g + 8."""
         # more chains of products than one hide their latency
         chains = 2 if self.n_frags <= 2 else 1
         parts = cute.make_rmem_tensor((4, self.n_frags, chains), Float32)
         parts.fill(0.0)
         for k in range_constexpr(self.steps):
             a = load_matrices(source + 8 * self.word * k)
-            loaded = loaded | a[3]
             for t in range_constexpr(self.n_frags):
                 own = [parts[j, t, k % chains] for j in range(4)]
                 own = self.mma(own, *a, x[0, t, k], x[1, t, k])
@@ -498,21 +493,18 @@ class Decode(Lists):
         for t in range_constexpr(self.n_frags):
             for j in range_constexpr(4):
                 sums[j, t] = parts[j, t, 0] + parts[j, t, 1] if const_expr(chains > 1) else parts[j, t, 0]
-        return loaded
 
     @cute.jit
     def add_down(self, source, queue, y: cute.Tensor, lane: Int32):
         """Add h of a group times its rows: rows of y's fragments are columns, g and g + 8 of each sixteen."""
-        b, loaded = self.load_hidden(queue, lane), Uint32(0)
+        b = self.load_hidden(queue, lane)
         for k in range_constexpr(self.k_frags):
             a = load_matrices_transposed(source + 16 * k)
-            loaded = loaded | a[3]
             for t in range_constexpr(self.n_frags):
                 own = [y[j, t, k] for j in range(4)]
                 own = mma_16x8x16(own, *a, b[0, t], b[1, t], self.dtype)
                 for j in range_constexpr(4):
                     y[j, t, k] = own[j]
-        return loaded
 
     @cute.jit
     def load_hidden(self, queue, lane: Int32) -> cute.Tensor:
@@ -583,15 +575,6 @@ class Decode(Lists):
                     figure = warp_sum(figure)
                     if thread == 0:
                         o.aux[i] = figure
-
-
-@cute.jit
-def arrive_with(barrier: Any, loaded: Uint32, at: Place):
-    """Arrive when all lanes have what they `loaded`: an arrival that the compiler moves overtakes loads."""
-    # no lane, which the compiler cannot know
-    late = cute.arch.vote_ballot_sync((loaded & Uint32(cute.arch.block_idx()[0] >> 30)) != 0)
-    if at.lane == 0:
-        cute.arch.mbarrier_arrive(barrier, arrive_count=1 + Int32(cute.arch.popc(late)))
 
 
 def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:

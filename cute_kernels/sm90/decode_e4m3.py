@@ -67,10 +67,9 @@ class DecodeE4m3(decode.Decode):
     @cute.jit
     def add_down(self, source, queue, y: cute.Tensor, lane: Int32):
         """Add h of a group times its rows: 32 columns of 16 rows at a time."""
-        b, loaded = self.load_hidden(queue, lane), Uint32(0)
+        b = self.load_hidden(queue, lane)
         for k in range_constexpr(self.k_frags // 2):
             words = load_matrices_transposed(source + 32 * k)
-            loaded = loaded | words[3]
             for half in range_constexpr(2):
                 # rows 0-7 and 8-15 of sixteen columns, each as pairs of rows of even and of odd columns
                 low, high = self.pairs_of(words[half]), self.pairs_of(words[half + 2])
@@ -79,7 +78,6 @@ class DecodeE4m3(decode.Decode):
                     own = mma_16x8x16(own, *low, *high, b[0, t], b[1, t], self.dtype)
                     for j in range_constexpr(4):
                         y[j, t, 2 * k + half] = own[j]
-        return loaded
 
     @cute.jit
     def pairs_of(self, word: Uint32) -> Any:

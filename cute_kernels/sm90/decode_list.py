@@ -121,6 +121,7 @@ class Lists:
             running = word(s.words, 1) != item
             if running:
                 sums = self.add_parts(s.sums + own * (WARPS * self.part), WARPS, self.n_frags, at.lane)
+                arrive(s.taken + own, any_bits(sums), at.lane)
                 cute.arch.mbarrier_wait(s.credit + stage, ((item // self.stages) & 1) ^ 1)
                 target = s.received + ((stage * self.cluster + at.rank) * self.sent + 4 * at.lane)
                 if const_expr(self.shares):
@@ -133,9 +134,6 @@ class Lists:
                         peer = (at.rank + c) % self.cluster
                         for t in range_constexpr(self.n_frags):
                             send_quad(target + 128 * t, s.arrived + stage, peer, [sums[j, t] for j in range(4)])
-                cute.arch.sync_warp()
-                if at.lane == 0:
-                    cute.arch.mbarrier_arrive(s.taken + own)
                 item += 1
 
     @cute.jit
@@ -153,28 +151,22 @@ class Lists:
         return sums
 
     @cute.jit
-    def done(self, s: Shared, item: Int32, lane: Int32):
-        """Give back the memory of an item's sums.
-
-        All lanes must have *used* what they loaded, here as everywhere: an arrival may overtake loads that wait behind
-        those of other kernels. In cluster scope, where it may not, it costs a fence.
-        """
+    def done(self, s: Shared, item: Int32, read: Uint32, lane: Int32):
+        """Give back the memory of an item's sums; see `all_have` for `read`."""
         if const_expr(self.cluster > 1):
             stage = item % self.stages
-            self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, lane)
+            self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, read, lane)
         else:
-            cute.arch.sync_warp()
-            if lane == 0:
-                cute.arch.mbarrier_arrive(s.taken + item % self.sum_stages)
+            arrive(s.taken + item % self.sum_stages, read, lane)
 
     @cute.jit
-    def give_back(self, full, credit, size: cutlass.Constexpr, lane: Int32):
+    def give_back(self, full, credit, size: cutlass.Constexpr, read: Uint32, lane: Int32):
         """Expect the next bytes at a stage, and tell all CTAs that they may send them."""
-        cute.arch.sync_warp()
+        none = all_have(read)
         if lane == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(full, size)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, size + none)
         cute.arch.sync_warp()
-        if lane < self.cluster:
+        if lane < self.cluster + none:
             cute.arch.mbarrier_arrive(credit, lane)
 
     @cute.jit
@@ -197,13 +189,13 @@ class Lists:
             held = self.weigh(o, s, row, held, at)
             pairs, is_tile, _ = self.reduced(o, s, item, row, most, held[1], first, at, figures)
             tiles += Int32(is_tile)
+            self.done(s, item, any_bits(pairs), at.lane)
             cute.arch.mbarrier_wait(s.returned + stage, ((item // self.stages) & 1) ^ 1)
             for c in cutlass.range(self.cluster, unroll=1):
                 peer = (at.rank + c) % self.cluster
                 for t in range_constexpr(self.share):
                     target = s.exchanged + (((stage * self.n_frags + first + t) * 32 + at.lane) * 2)
                     send_words(target, s.passed + stage, peer, pairs[t, 0], pairs[t, 1])
-            self.done(s, item, at.lane)
             item += 1
             running = tiles < at.tiles
             if const_expr(self.gated):
@@ -290,9 +282,9 @@ class Lists:
                 cute.arch.store(s.words, item + 1, sem="release", scope="cta")
             if const_expr(self.shares):
                 stage = item % self.stages
-                self.give_back(s.passed + stage, s.returned + stage, 256 * self.n_frags, at.lane)
+                self.give_back(s.passed + stage, s.returned + stage, 256 * self.n_frags, any_bits(pairs), at.lane)
             else:
-                self.done(s, item, at.lane)
+                self.done(s, item, any_bits(pairs), at.lane)
             item += 1
             running = tiles < at.tiles
             if const_expr(self.gated):
@@ -411,6 +403,34 @@ class Lists:
         """The entries of a row of a group for two tokens."""
         where = s.queue + ((group * self.tokens + token) * ROWS + row)
         return cute.make_tensor(where, cute.make_layout(2, stride=ROWS))
+
+
+@cute.jit
+def all_have(read: Uint32) -> Int32:
+    """Zero, when all lanes have what they `read` from memory that they give back.
+
+    An arrival that follows may overtake loads that wait behind those of other kernels, and the compiler moves it before
+    loads that it does not depend on. In cluster scope, where it may not overtake, it costs a fence.
+    """
+    # no lane, which the compiler cannot know
+    return Int32(cute.arch.popc(cute.arch.vote_ballot_sync((read & Uint32(cute.arch.block_idx()[0] >> 30)) != 0)))
+
+
+@cute.jit
+def arrive(barrier: Any, read: Uint32, lane: Int32):
+    """Arrive when all lanes have what they `read`."""
+    none = all_have(read)
+    if lane == 0:
+        cute.arch.mbarrier_arrive(barrier, arrive_count=1 + none)
+
+
+@cute.jit
+def any_bits(values: cute.Tensor) -> Uint32:
+    """The bits that any of some values has."""
+    bits, words = Uint32(0), cute.recast_tensor(values, Uint32)
+    for i in range_constexpr(cute.size(words)):
+        bits = bits | words[i]
+    return bits
 
 
 @cute.jit

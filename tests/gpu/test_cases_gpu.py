@@ -42,7 +42,9 @@ def wrong(cases: list[Case], pinned: bool = False) -> dict[str, str]:
         if any(needed and importlib.util.find_spec(package) is None for package, needed in absent):
             continue
         result = attempt(case, CUDA)
-        said = "no gate fires" if pinned and asks_nothing(case, result) else result.verdict
+        # of few gates, other devices draw none that fires
+        many = pinned and case.m * case.n >= 1024
+        said = "no gate fires" if many and asks_nothing(case, result) else result.verdict
         if torch.cuda.memory_reserved() > 8 << 30:
             # other processes want some
             torch.cuda.empty_cache()

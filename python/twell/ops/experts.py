@@ -221,7 +221,7 @@ def _with_shared(y: Tensor, given: Experts, activation: Activation) -> Tensor:
     if given.shared_up is None:
         return y
     hidden = activation.hidden(activation.after(F.linear(given.x, given.shared_up)), None)
-    return y + F.linear(hidden, given.shared_down.t())
+    return torch.addmm(y, hidden, given.shared_down)
 
 
 def aligned(small: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ def dense(given: Experts, activation: Activation) -> Tensor:
     y = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
     for slot in range(top):
         y = y + made[places[:, slot]].to(y.dtype) * weights[:, slot, None].to(y.dtype)
-    return _with_shared(y, given, activation).to(x.dtype)
+    return _with_shared(y.to(x.dtype), given, activation)
 
 
 _grouped_mm: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))

@@ -68,8 +68,8 @@ def roundings(case: Case) -> float:
     eps = torch.finfo(case.torch_dtype).eps / 2
     # the gate, its square, the up projection, h or a coefficient, and the result are rounded to 16 bits
     count = 5 + (case.activation == "relu2") + 3 * (not case.is_sparse) + 4 * bool(case.rank)
-    # an autoencoder's input, the skip product, and parts of gradients that autograd adds up
-    count += (case.kind == "autoencoder") * 4
+    # an autoencoder's input, the skip product, and parts of gradients that autograd adds up; parts of y beside others
+    count += (case.kind == "autoencoder") * 4 + case.shared * 2
     quantised = 2.0**-3 if case.scales and not case.is_sparse else 0.0
     return count * eps + quantised + (FAST_SUMMATION if case.scales else SUMMATION)
 
