@@ -26,13 +26,11 @@ K_CLASSES = (1024, 2048, 4096, 8192, 16384)
 # Those of each cluster, by the CTAs that share a row.
 TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     1: K_CLASSES,
-    2: (1024, 2048, 4096),
-    4: (1024, 2048, 4096, 8192, 16384),
+    4: (2048, 4096, 8192, 16384),
 }
-# The same of e4m3 weights: a CTA has 512 columns at least, and one alone 2,048, as few layers are narrower.
+# The same of e4m3 weights: a CTA has 1,024 columns at least, and one alone 2,048, as few layers are narrower.
 E4M3_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
     1: K_CLASSES[1:],
-    2: (2048, 4096),
     4: (4096, 8192, 16384),
 }
 # Warps of a CTA of that kernel, and bytes that a warp loads at a time.
@@ -63,17 +61,17 @@ _DECODE_LAYERS = (
     *_LARGE,
 )
 _DECODE_E4M3 = (
-    *((1024, 2, 8), (1024, 2, 16), (512, 4, 32), (2048, 2, 8), (1024, 4, 16), (1024, 4, 32)),
+    *((1024, 2, 16), (512, 4, 32), (2048, 2, 8), (1024, 4, 16), (1024, 4, 32)),
     *_LARGE,
 )
 _DECODE_EXPERTS = (
-    *((1024, 1, 8), (1024, 1, 16), (1024, 1, 32), (768, 4, 8), (768, 4, 16), (768, 4, 32), (1024, 4, 16)),
+    *((768, 4, 8), (768, 4, 16), (768, 4, 32), (1024, 4, 16)),
     *_LARGE,
 )
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
-# K classes of the kernel that computes the tokens of experts, by the CTAs that share a row.
-EXPERT_K_CLASSES = {2: TOKEN_K_CLASSES[2], 4: (8192, 16384)}
+# K classes of the kernel that computes the tokens of experts, whose rows four CTAs share.
+EXPERT_K_CLASSES = (4096, 8192, 16384)
 
 
 def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
@@ -94,7 +92,7 @@ def token_k_classes(family: str, dtype: str = "") -> dict[int, tuple[int, ...]]:
 def decode_shapes(dtype: str, kind: str) -> tuple[tuple[int, int, int], ...]:
     """Columns of a CTA, CTAs of a cluster and most tokens of the kernels for a kind of layers, the fastest first."""
     if kind == "experts":
-        return _DECODE_EXPERTS
+        return _DECODE_EXPERTS if dtype == "bfloat16" else ()
     return _DECODE_E4M3 if dtype == E4M3 else _DECODE_LAYERS
 
 
@@ -226,7 +224,7 @@ class DecodeSpec(_FamilyKernel):
         shapes = decode_shapes(self.dtype, self.kind)
         clusters = sorted({shape[1] for shape in shapes if shape[0] == self.columns})
         tokens = tuple(shape[2] for shape in shapes if shape[:2] == (self.columns, self.cluster))
-        kinds = DECODE_KINDS[:2] if self.dtype == E4M3 else DECODE_KINDS
+        kinds = tuple(kind for kind in DECODE_KINDS if decode_shapes(self.dtype, kind))
         own = {"kind": kinds, "columns": tuple(sorted({shape[0] for shape in shapes})), "cluster": tuple(clusters)}
         return super().choices() | {"family": (SM90,)} | own | {"tokens": tokens}
 
@@ -352,8 +350,7 @@ class ExpertDownSpec(UpDownTokenSpec):
     op: ClassVar[str] = "expert_down"
 
     def choices(self) -> dict[str, tuple[Any, ...]]:
-        own = {"cluster": tuple(EXPERT_K_CLASSES), "k_max": EXPERT_K_CLASSES.get(self.cluster, ())}
-        return super().choices() | own
+        return super().choices() | {"cluster": (4,), "k_max": EXPERT_K_CLASSES}
 
 
 @dataclass(frozen=True)
@@ -570,12 +567,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(WindowSpec(d) for d in DTYPES),
         *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
         *(GatePackSpec(E4M3, t, fast=f) for f, choices in E4M3_GATE_TOKENS.items() for t in choices),
-        *(
-            DecodeSpec(d, kind, *shape)
-            for d in WEIGHTS
-            for kind in DECODE_KINDS[: 2 if d == E4M3 else 3]
-            for shape in decode_shapes(d, kind)
-        ),
+        *(DecodeSpec(d, kind, *shape) for d in WEIGHTS for kind in DECODE_KINDS for shape in decode_shapes(d, kind)),
         *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
         *(GateScreenSpec(d) for d in DTYPES),
         *(QuantizeTokensSpec("bfloat16", s) for s in QUANTIZED),
@@ -603,7 +595,7 @@ def all_specs() -> tuple[Spec, ...]:
         *(ExpertUnionSpec(d) for d in DTYPES),
         *(ExpertGatheredSpec(d, t) for d in WEIGHTS for t in EXPERT_TOKENS),
         *(ExpertSumSpec(d, r) for d in DTYPES for r in flags),
-        *(ExpertDownSpec(d, k, c, g) for d in DTYPES for c, ks in EXPERT_K_CLASSES.items() for k in ks for g in flags),
+        *(ExpertDownSpec(d, k, 4, g) for d in DTYPES for k in EXPERT_K_CLASSES for g in flags),
         RankSpec(),
         ScatterSpec(),
         MatrixTransposeSpec(),

@@ -10,7 +10,7 @@ the list follows the neurons.
                one per row, into a pitch at which ldmatrix has no bank conflicts.
     multiply   WARPS warps: mma.sync with rows of weights as A, tokens as B. x and the sums of y stay in registers. The
                sums of a tile, or of a group of up rows, go to `sums`, a part from each warp.
-    send       adds the warps' parts and sends them to all CTAs of the cluster, by st.async. Not if there is one CTA.
+    send       adds the warps' parts and sends them to all CTAs of the cluster, by st.async.
     reduce     adds the CTAs' parts: gate, bias, activation; or up projection and h. With many tokens each CTA does so
                for a share of them, and sends that to the others.
     list       appends neurons that fire to the list, and h, or the gate until its up projection comes, to the queue. It
@@ -37,7 +37,6 @@ from .. import feasible
 from ..common import launch, operands
 from ..common.copies import address, load_values_if
 from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
-from ..common.values import warp_sum
 from ..specs import E4M3, DecodeSpec
 from .copies import load_row
 from .decode_list import RING, ROWS, WARPS, Lists, Place, Shared, any_bits, arrive, put, quad, word
@@ -63,18 +62,17 @@ class Operands(NamedTuple):
     threshold: Any
     activation: Any
     b_down: Any
-    # fp32 [clusters, columns of a cluster / 16, tokens / 8, 32, 4], see `store`; two of each CTA that reduces follow
+    # fp32 [clusters, columns of a cluster / 16, tokens / 8, 32, 4], see `store`
     parts: Any
-    aux: Any  # fp32 [2]: the sum of |h| and the number of non-zeros; [0] for none
+    early: Any  # whether the kernel before writes no weight, so that copies of weights need not wait for it
     y: Any  # [M, K]
 
 
 class Decode(Lists):
     """For a dtype, columns of a CTA, CTAs of a cluster, most tokens, and with or without a gate."""
 
-    # whether h is multiplied by the weights of experts; whether rows of x and of the weights have scales; whether
-    # non-zeros are counted
-    weighted, scaled, counts = False, False, True
+    # whether h is multiplied by the weights of experts; whether rows of x and of the weights have scales
+    weighted, scaled = False, False
     operands: Any = Operands
     # words of shared memory for their routes
     expert_words = 0
@@ -97,28 +95,25 @@ class Decode(Lists):
         # values of 16 bytes, and of a slot's rows with these between
         self.piece = 4 * self.word
         self.pitch = self.columns + self.piece
-        # whether CTAs must issue in one order
-        self.ordered = self.gated and self.cluster > 1
         # whether CTAs of a cluster reduce a share of the tokens each, the fragments of a share, and how many CTAs do
-        self.shares = self.n_frags >= 4 and self.cluster > 1
+        self.shares = self.n_frags >= 4
         self.share = max(self.n_frags // self.cluster, 1) if self.shares else self.n_frags
         self.sharers = self.n_frags // self.share
         # fp32 sums of an item, and those of them that a CTA gets from another
         self.part, self.sent = 128 * self.n_frags, 128 * self.share
         # stages of the warps' and of the CTAs' sums
-        self.sum_stages, self.stages = {1: (3, 4), 2: (2, 3), 4: (2, 4) if self.shares else (1, 2)}[self.n_frags]
+        self.sum_stages, self.stages = {1: (3, 4), 2: (2, 3), 4: (2, 4)}[self.n_frags]
         # warps that issue copies: a warp issues one in 50 ns
         self.issuers = 2 if self.columns * self.value.width >= 1 << 14 else 4
         # with many tokens product warps get registers of those that others do not need
-        self.splits = self.n_frags >= 4
-        if self.splits:
+        if self.shares:
             # x of e4m3 takes fewer, which leaves room for more warps that issue copies
             groups = 1 if self.columns >= 1024 and self.word == 2 else 2
             self.registers = ((216, 72), (208, 48))[groups - 1]
-            self.issuers = 4 * groups - 1 - int(self.cluster > 1) - int(self.shares)
+            self.issuers = 4 * groups - 3
         self.rows = -(-ROWS // self.issuers)
         self.sender = WARPS + self.issuers
-        self.reducer = self.sender + int(self.cluster > 1)
+        self.reducer = self.sender + 1
         self.lister = self.reducer + int(self.shares)
         self.threads = 32 * (self.lister + 1)
         self.arrange()
@@ -126,18 +121,12 @@ class Decode(Lists):
     def arrange(self) -> None:
         """Divide shared memory: as many slots as there is room for."""
         slot, tile = ROWS * self.pitch * self.value.width // 8, 4 * self.part
-        sums = self.sum_stages * WARPS * tile + (self.stages * self.cluster * 4 * self.sent if self.cluster > 1 else 0)
+        sums = self.sum_stages * WARPS * tile + self.stages * self.cluster * 4 * self.sent
         sums += self.stages * 256 * self.n_frags if self.shares else 0
         for slots in range(16, 2, -1):
-            # no group is overwritten that is still needed
-            self.groups = (
-                slots
-                + self.sum_stages
-                + self.stages * (1 + self.shares)
-                + BACKLOG * (1 + self.gated)
-                + LAG * self.ordered
-                + 2
-            )
+            # no group is overwritten that is still needed: of items in slots, stages and registers, and of waiting ones
+            self.groups = slots + self.sum_stages + self.stages * (1 + self.shares) + 3
+            self.groups += BACKLOG * (1 + self.gated) + LAG * self.gated + 2
             queue = self.groups * (2 * ROWS * self.tokens + 4 * ROWS)
             if slots * slot + sums + queue + 4 * self.expert_words + 2048 <= feasible.SMEM_PER_CTA:
                 break
@@ -147,7 +136,7 @@ class Decode(Lists):
     def __call__(self, *arguments: Any):
         """The `Operands`, the number of clusters and the stream."""
         slots, part = self.slots, self.part
-        from_peers = self.stages * self.cluster * self.sent if self.cluster > 1 else 4
+        from_peers = self.stages * self.cluster * self.sent
         of_shares = self.stages * 64 * self.n_frags if self.shares else 2
 
         @cute.struct
@@ -209,16 +198,16 @@ class Decode(Lists):
         at = Place(thread, warp, thread & 31, rank, cluster, clusters, Int32(0), left, width)
         launch.start_next_early()
         self.open(s, at)
-        if self.waits(o, at):
+        if (o.early == 0) | (warp < WARPS) | (warp >= self.sender):
             cute.arch.griddepcontrol_wait()
         tiles = self.count_tiles(o, s, at)
         at = at._replace(tiles=cutlass.max(tiles - cluster + clusters - 1, Int32(0)) // clusters)
         if warp < WARPS:
-            if const_expr(self.splits):
+            if const_expr(self.shares):
                 cute.arch.setmaxregister_increase(self.registers[0])
             self.multiply(o, s, at)
         else:
-            if const_expr(self.splits):
+            if const_expr(self.shares):
                 cute.arch.setmaxregister_decrease(self.registers[1])
             if warp == WARPS:
                 self.produce(o, s, at)
@@ -227,8 +216,7 @@ class Decode(Lists):
                 if (at.width > 0) & ((warp - WARPS) * self.rows < ROWS):
                     self.help(o, s, at)
             elif warp < self.reducer:
-                if const_expr(self.cluster > 1):
-                    self.send(s, at)
+                self.send(s, at)
             elif warp < self.lister:
                 if const_expr(self.shares):
                     if at.rank < self.sharers:
@@ -236,9 +224,8 @@ class Decode(Lists):
             else:
                 self.list_neurons(o, s, at)
         # peers may still write to this CTA's memory
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     @cute.jit
     def open(self, s: Shared, at: Place):
@@ -251,13 +238,11 @@ class Decode(Lists):
             for i in range_constexpr(self.sum_stages):
                 cute.arch.mbarrier_init(s.summed + i, WARPS)
                 cute.arch.mbarrier_init(s.taken + i, 1)
-            if const_expr(self.cluster > 1):
-                for i in range_constexpr(self.stages):
-                    cute.arch.mbarrier_init(s.arrived + i, 1)
-                    cute.arch.mbarrier_init(s.credit + i, self.sharers if const_expr(self.shares) else self.cluster)
-                    if const_expr(self.shares):
-                        cute.arch.mbarrier_init(s.passed + i, 1)
-                        cute.arch.mbarrier_init(s.returned + i, self.cluster)
+            for i in range_constexpr(self.stages):
+                cute.arch.mbarrier_init(s.arrived + i, 1)
+                cute.arch.mbarrier_init(s.credit + i, self.sharers if const_expr(self.shares) else self.cluster)
+                cute.arch.mbarrier_init(s.passed + i, 1)
+                cute.arch.mbarrier_init(s.returned + i, self.cluster)
             cute.arch.mbarrier_init_fence()
             put(s.words, 0, 0)
             put(s.words, 1, -1)
@@ -268,15 +253,8 @@ class Decode(Lists):
             )
             for i in cutlass.range(at.thread, cute.size(words), self.threads, unroll=1):
                 words[i] = Uint32(0)
-        if const_expr(self.cluster > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-        else:
-            cute.arch.sync_threads()
-
-    def waits(self, o: Any, at: Place) -> Any:
-        """Whether a thread waits for the kernel before, as all do here; see decode_e4m3.py."""
-        return True
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
     # ---- tiles of a plain layer; see decode_experts.py ----
 
@@ -305,20 +283,17 @@ class Decode(Lists):
         """Fill the ring until nothing is left."""
         what, step, slot, phase = Int32(TILE), Int32(0), Int32(0), Int32(1)
         tiles, ups, downs, items = Int32(0), Int32(0), Int32(0), Int32(0)
-        # of what is listed: items, gate tiles and groups of up among them, and neurons
-        known, gates, ready, total = Int32(0), Int32(0), Int32(0), Int32(0)
+        # of what is listed: items, groups of up among them, and neurons
+        known, ready, total = Int32(0), Int32(0), Int32(0)
         while what > 0:
-            if const_expr(self.ordered):
+            if const_expr(self.gated):
                 due = Boolean(True)
                 while due:
                     due = False
                     if known < items:
                         due = word(s.issued, known % RING) + LAG <= step
                     if due:
-                        known, gates, ready, total = self.learn(s, known, gates, ready)
-            elif const_expr(self.gated):
-                while known < self.listed(s):
-                    known, gates, ready, total = self.learn(s, known, gates, ready)
+                        known, ready, total = self.learn(s, known, ready)
             else:
                 known = self.listed(s)
                 if known > 0:
@@ -337,7 +312,7 @@ class Decode(Lists):
                     what = Int32(TILE)
                 elif known < items:
                     deciding = Boolean(True)
-                    known, gates, ready, total = self.learn(s, known, gates, ready)
+                    known, ready, total = self.learn(s, known, ready)
                 elif (total & 15) != 0:
                     if const_expr(self.gated):
                         what = Int32(UP) if ups == whole else Int32(0)
@@ -377,15 +352,12 @@ class Decode(Lists):
                 slot, phase = Int32(0), phase ^ 1
 
     @cute.jit
-    def learn(self, s: Shared, known: Int32, gates: Int32, ready: Int32) -> Any:
+    def learn(self, s: Shared, known: Int32, ready: Int32) -> Any:
         """Wait until the next item is listed; return what is known then."""
         while self.listed(s) <= known:
             pass
         total = word(s.totals, known % RING)
-        is_tile = Boolean(True)
-        if const_expr(self.gated):
-            is_tile = word(s.items, known % RING) < 0
-        return known + 1, gates + Int32(is_tile), ready + Int32(not is_tile), total
+        return known + 1, ready + Int32(word(s.items, known % RING) >= 0), total
 
     @cute.jit
     def help(self, o: Any, s: Shared, at: Place):
@@ -566,15 +538,6 @@ class Decode(Lists):
                     bias = o.b_down[k].to(Float32) if o.b_down.shape[0] > 0 else Float32(0.0)
                     scale = o.down_scale[k] if const_expr(self.scaled) else Float32(1.0)
                     o.y[m, k] = (total[i] * scale + bias).to(self.dtype)
-        if const_expr(self.counts):
-            if (o.aux.shape[0] > 0) & (cute.arch.block_idx()[0] == 0) & (thread < 32):
-                for i in range_constexpr(2):
-                    figure = Float32(0.0)
-                    for cta in cutlass.range(thread, clusters * self.sharers, 32, unroll=4):
-                        figure += o.parts[4 * clusters * size + 2 * cta + i]
-                    figure = warp_sum(figure)
-                    if thread == 0:
-                        o.aux[i] = figure
 
 
 def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
@@ -583,5 +546,5 @@ def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
     weights = [operands.rows(dtype, n, k) for _ in range(3)]
     biases = [operands.bias(dtype) for _ in range(3)]
     x, y = (operands.rows(dtype, m, k) for m in [cute.sym_int32()] * 2)
-    parts, aux = (operands.vector(Float32, cute.sym_int32()) for _ in range(2))
-    return Decode(spec), (x, *weights, *biases[:2], *[Int32(1)] * 2, biases[2], parts, aux, y, Int32(1))
+    last = *[Int32(1)] * 2, biases[2], operands.vector(Float32, cute.sym_int32()), Int32(1), y, Int32(1)
+    return Decode(spec), (x, *weights, *biases[:2], *last)

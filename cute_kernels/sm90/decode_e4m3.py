@@ -16,7 +16,7 @@ from ..common.mma import load_matrices_transposed, mma_16x8x16
 from ..common.values import high_to_float, low_to_float, pack, unpack_e4m3
 from ..specs import DecodeSpec
 from . import decode
-from .decode_list import WARPS, Place, Shared
+from .decode_list import Shared
 
 
 class Operands(NamedTuple):
@@ -36,20 +36,15 @@ class Operands(NamedTuple):
     activation: Any
     b_down: Any
     parts: Any
-    early: Any  # whether the kernel before writes no weight, so that copies of weights need not wait for it
+    early: Any
     y: Any
 
 
 class DecodeE4m3(decode.Decode):
     """For columns of a CTA, CTAs of a cluster, most tokens, and with or without a gate."""
 
-    scaled, counts = True, False
+    scaled = True
     operands: Any = Operands
-
-    @cute.jit
-    def waits(self, o: Any, at: Place):
-        """Warps that copy weights wait only for a kernel that may write these."""
-        return (o.early == 0) | (at.warp < WARPS) | (at.warp >= self.sender)
 
     @cute.jit
     def mma(self, sums: Any, *fragments: Any) -> Any:

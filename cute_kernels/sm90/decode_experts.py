@@ -46,13 +46,14 @@ class Operands(NamedTuple):
     activation: Any
     b_down: Any
     parts: Any
+    early: Any
     y: Any
 
 
 class DecodeExperts(decode.Decode):
     """For a dtype, columns of a CTA, CTAs of a cluster and most tokens."""
 
-    weighted, counts = True, False
+    weighted = True
     operands: Any = Operands
 
     def __init__(self, spec: DecodeSpec):
@@ -165,5 +166,5 @@ def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
     x, y = (operands.rows(dtype, m, k) for _ in range(2))
     routes = operands.strided(Int32, number := cute.sym_int32()), operands.vector(Float32, number)
     none = [operands.bias(dtype) for _ in range(3)]
-    last = *none[:2], *[Int32(1)] * 2, none[2], operands.vector(Float32, cute.sym_int32()), y, Int32(1)
+    last = *none[:2], *[Int32(1)] * 2, none[2], operands.vector(Float32, cute.sym_int32()), Int32(1), y, Int32(1)
     return DecodeExperts(spec), (x, first, shared, down, shared_down, *[Int32(1)] * 4, *routes, *last)

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_constexpr
 
 from ..common.activation import above, hidden, level_of, power_pair
-from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack, warp_sum
+from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack
 from .copies import send_quad, send_words
 
 # product warps; rows of a slot; words of a ring of counts, more than there are items between a producer and a lister
@@ -62,7 +62,6 @@ class Lists:
 
     gated: bool
     weighted: bool
-    counts: bool
     shares: bool
     dtype: Any
     cluster: int
@@ -137,29 +136,6 @@ class Lists:
                 item += 1
 
     @cute.jit
-    def take(self, s: Shared, item: Int32, at: Place) -> cute.Tensor:
-        """Wait for the sums of an item and add them; who made them waits for `done`."""
-        if const_expr(self.cluster > 1):
-            stage = item % self.stages
-            cute.arch.mbarrier_wait(s.arrived + stage, (item // self.stages) & 1)
-            source = s.received + stage * (self.cluster * self.sent)
-            sums = self.add_parts(source, self.cluster, self.share, at.lane)
-        else:
-            stage = item % self.sum_stages
-            cute.arch.mbarrier_wait(s.summed + stage, (item // self.sum_stages) & 1)
-            sums = self.add_parts(s.sums + stage * (WARPS * self.part), WARPS, self.n_frags, at.lane)
-        return sums
-
-    @cute.jit
-    def done(self, s: Shared, item: Int32, read: Uint32, lane: Int32):
-        """Give back the memory of an item's sums; see `all_have` for `read`."""
-        if const_expr(self.cluster > 1):
-            stage = item % self.stages
-            self.give_back(s.arrived + stage, s.credit + stage, 4 * self.cluster * self.sent, read, lane)
-        else:
-            arrive(s.taken + item % self.sum_stages, read, lane)
-
-    @cute.jit
     def give_back(self, full, credit, size: cutlass.Constexpr, read: Uint32, lane: Int32):
         """Expect the next bytes at a stage, and tell all CTAs that they may send them."""
         none = all_have(read)
@@ -182,14 +158,12 @@ class Lists:
         self.expect(s.arrived, 4 * self.cluster * self.sent, at.lane)
         item, tiles, end = Int32(0), Int32(0), Int32(1 << 30)
         running, first, held = at.tiles > 0, at.rank * self.share, (Int32(-1), Float32(1.0))
-        figures = zeros()
         while running:
             stage = item % self.stages
             row, most = self.tile(o, s, at, tiles)
             held = self.weigh(o, s, row, held, at)
-            pairs, is_tile, _ = self.reduced(o, s, item, row, most, held[1], first, at, figures)
+            pairs, is_tile, _ = self.reduced(o, s, item, row, most, held[1], first, at)
             tiles += Int32(is_tile)
-            self.done(s, item, any_bits(pairs), at.lane)
             cute.arch.mbarrier_wait(s.returned + stage, ((item // self.stages) & 1) ^ 1)
             for c in cutlass.range(self.cluster, unroll=1):
                 peer = (at.rank + c) % self.cluster
@@ -205,18 +179,19 @@ class Lists:
                         pass
                     end = tiles + ((word(s.totals, (item - 1) % RING) + ROWS - 1) >> 4)
                 running = running | (item < end)
-        if const_expr(self.counts):
-            self.leave(o, figures, at)
 
     @cute.jit
-    def reduced(self, o: Any, s: Shared, item: Int32, row, most, weight, first, at: Place, figures: cute.Tensor) -> Any:
+    def reduced(self, o: Any, s: Shared, item: Int32, row, most, weight, first, at: Place) -> Any:
         """What follows from the sums of an item, in pairs of tokens [fragments, 2 rows] from a fragment on.
 
         `row`, `most`, `weight`: of the next tile. Returns whether it is one, and else its group, too.
         """
         neuron = row + (at.lane >> 2)
         levels, biases = self.of_neurons(o, neuron)
-        sums, pairs = self.take(s, item, at), cute.make_rmem_tensor((self.share, 2), Uint32)
+        stage, pairs = item % self.stages, cute.make_rmem_tensor((self.share, 2), Uint32)
+        cute.arch.mbarrier_wait(s.arrived + stage, (item // self.stages) & 1)
+        source = s.received + stage * (self.cluster * self.sent)
+        sums = self.add_parts(source, self.cluster, self.share, at.lane)
         group = word(s.items, item % RING) if const_expr(self.gated) else Int32(-1)
         self.scale(o, s, sums, neuron, group, first, at.lane)
         if const_expr(self.gated):
@@ -226,30 +201,9 @@ class Lists:
                 self.multiply_gates(o, s, sums, pairs, group, first, at.lane)
         else:
             self.activate(o, sums, pairs, most - neuron, levels, biases, weight, first, at.lane)
-        if const_expr(self.counts):
-            if o.aux.shape[0] > 0:
-                self.count(pairs, group, figures)
+        size = 4 * self.cluster * self.sent
+        self.give_back(s.arrived + stage, s.credit + stage, size, any_bits(pairs), at.lane)
         return pairs, group < 0, group
-
-    @cute.jit
-    def count(self, pairs: cute.Tensor, group: Int32, figures: cute.Tensor):
-        """Add to the sum of |h| and to the number of non-zeros: a gate of a tile, or h of a group."""
-        for t in range_constexpr(self.share):
-            for r in range_constexpr(2):
-                magnitudes = pairs[t, r] & Uint32(0x7FFF7FFF)
-                if const_expr(not self.gated) or group >= 0:
-                    figures[0] += low_to_float(magnitudes, self.dtype) + high_to_float(magnitudes, self.dtype)
-                if group < 0:
-                    figures[1] += Float32(Int32(magnitudes & Uint32(0xFFFF) != 0) + Int32(magnitudes >> 16 != 0))
-
-    @cute.jit
-    def leave(self, o: Any, figures: cute.Tensor, at: Place):
-        """Store a CTA's sums behind the parts of y."""
-        behind = at.clusters * (self.cluster * self.columns * self.tokens)
-        for i in range_constexpr(2):
-            total = warp_sum(figures[i])
-            if at.lane == 0:
-                o.parts[behind + 2 * (at.cluster * self.sharers + at.rank) + i] = total
 
     # ---- the list ----
 
@@ -258,17 +212,17 @@ class Lists:
         """List neurons that fire, and queue what their rows are multiplied by."""
         if const_expr(self.shares):
             self.expect(s.passed, 256 * self.n_frags, at.lane)
-        elif const_expr(self.cluster > 1):
+        else:
             self.expect(s.arrived, 4 * self.cluster * self.sent, at.lane)
         item, tiles, total = Int32(0), Int32(0), Int32(0)
-        running, held, figures = at.tiles > 0, (Int32(-1), Float32(1.0)), zeros()
+        running, held = at.tiles > 0, (Int32(-1), Float32(1.0))
         while running:
             row, most = self.tile(o, s, at, tiles)
             if const_expr(self.shares):
                 pairs, is_tile, group = self.receive(s, item, at.lane)
             else:
                 held = self.weigh(o, s, row, held, at)
-                pairs, is_tile, group = self.reduced(o, s, item, row, most, held[1], Int32(0), at, figures)
+                pairs, is_tile, group = self.reduced(o, s, item, row, most, held[1], Int32(0), at)
             if is_tile:
                 tiles += 1
                 total = self.append(s, pairs, row + (at.lane >> 2), total, tiles == at.tiles, at.lane)
@@ -280,19 +234,10 @@ class Lists:
             cute.arch.sync_warp()
             if at.lane == 0:
                 cute.arch.store(s.words, item + 1, sem="release", scope="cta")
-            if const_expr(self.shares):
-                stage = item % self.stages
-                self.give_back(s.passed + stage, s.returned + stage, 256 * self.n_frags, any_bits(pairs), at.lane)
-            else:
-                self.done(s, item, any_bits(pairs), at.lane)
             item += 1
             running = tiles < at.tiles
             if const_expr(self.gated):
                 running = running | (item < tiles + ((total + ROWS - 1) >> 4))
-        if const_expr(self.counts and not self.shares):
-            # all CTAs of a cluster have the same
-            if at.rank == 0:
-                self.leave(o, figures, at)
 
     @cute.jit
     def receive(self, s: Shared, item: Int32, lane: Int32) -> Any:
@@ -305,6 +250,7 @@ class Lists:
             )
             for r in range_constexpr(2):
                 pairs[t, r] = two[r]
+        self.give_back(s.passed + stage, s.returned + stage, 256 * self.n_frags, any_bits(pairs), lane)
         group = Int32(-1)
         if const_expr(self.gated):
             group = word(s.items, item % RING)
@@ -439,13 +385,6 @@ def lanes_of_four(ballot: Any) -> Uint32:
     bits = Uint32(ballot)
     bits = bits | bits >> 1
     return (bits | bits >> 2) & Uint32(0x11111111)
-
-
-def zeros() -> cute.Tensor:
-    """The sum of |h| and the number of non-zeros of no neurons."""
-    figures = cute.make_rmem_tensor((2,), Float32)
-    figures.fill(0.0)
-    return figures
 
 
 def word(base: Any, index: Any) -> Any:

@@ -71,10 +71,9 @@ def decode(dtype: torch.dtype, m: int, k: int, kind: str, family: str = specs.SM
 
 
 # Most tokens whose clusters have so many CTAs, and non-zeros of a token that is never heavy; with more tokens clusters
-# have as few CTAs as hold the row. Few of up to 32 tokens come here, as most take one pass. NVIDIA H100, the layers of
-# the table, one neuron in 190: within 2 % of the best of those measured, except that 256 equal tokens take up to 11 %
-# less time with one CTA each.
-TOKEN_CLUSTERS = ((32, 4, 64), (64, 4, 128), (256, 2, 128))
+# have as few CTAs as hold the row. Few of up to 32 tokens come here, as most take one pass. NVIDIA H200, K = 2,048 and
+# 4,096, one neuron in 200: clusters of two took 0.90 to 1.06 of this time at 96 to 256 tokens.
+TOKEN_CLUSTERS = ((32, 4, 64), (128, 4, 128))
 _LIGHT = 64
 
 
@@ -147,9 +146,8 @@ PAIR_CTAS = 4
 
 
 def expert_down(dtype: torch.dtype, k: int, gated: bool) -> specs.ExpertDownSpec:
-    """The second half of experts, token by token: the fewest CTAs of a token that hold its row."""
-    cluster, classes = next(each for each in specs.EXPERT_K_CLASSES.items() if k <= each[1][-1])
-    return specs.ExpertDownSpec(dtype_name(dtype), specs.k_class(k, classes), cluster, gated)
+    """The second half of experts, token by token."""
+    return specs.ExpertDownSpec(dtype_name(dtype), specs.k_class(k, specs.EXPERT_K_CLASSES), 4, gated)
 
 
 def by_union_of_experts(dtype: torch.dtype, n: int, gated: bool, invariant: bool) -> bool:

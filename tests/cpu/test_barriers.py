@@ -17,7 +17,7 @@ QUICK = ("gate_pack_bf16_t48", "sampled_gate_bf16")
 NIGHTLY = (
     "gate_screen_bf16",
     "quantize_gate_bf16_k16384",
-    "up_down_token_bf16_k1024_x2",
+    "up_down_token_bf16_k2048_x4",
     "sampled_up_bf16",
     "sampled_grad_bf16_plain",
     "gathered_bf16_0",

@@ -19,7 +19,7 @@ import pytest
 
 KERNELS = Path(__file__).resolve().parents[2] / "cute_kernels"
 WAIT, TRIGGER = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
-WAITS_IF = "self.waits(o, at)"
+WAITS_IF = "(o.early == 0) | (warp < WARPS) | (warp >= self.sender)"
 
 
 def attributes(node: ast.AST) -> set[str]:

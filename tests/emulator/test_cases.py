@@ -95,7 +95,7 @@ def test_who_begins_late_computes_nothing(emulator: Emulator) -> None:
         ("given m=5 k=136 n=520 biases=up+down pattern=heavy-tokens density=0.02 aux=True", 4),
         ("given m=5 k=136 n=520 biases=up+down pattern=heavy-tokens density=0.02 aux=True", 1),
         # none is heavy, and all are
-        ("layer m=100 k=136 gated=False biases=up+down density=0.01 aux=True", 2),
+        ("layer m=100 k=136 gated=False biases=up+down density=0.01 aux=True", 4),
         ("layer m=36 k=72 biases=up+down pattern=all aux=True", 1),
         # threads that count several tokens
         ("layer m=530 k=64 n=64 biases=up+down pattern=heavy-tokens density=0.05 aux=True seed=2", 1),

@@ -25,12 +25,11 @@ def spec_of(p: Program, x: Any, kind: str) -> specs.DecodeSpec:
 def parts(p: Program, spec: specs.DecodeSpec) -> tuple[View, int]:
     """Memory for the sums of clusters, and their number."""
     clusters = p.clusters(spec.cluster)
-    # two figures of each CTA behind the sums
-    return p.scratch(torch.float32, clusters * spec.cluster * (spec.columns * spec.tokens + 2)), clusters
+    return p.scratch(torch.float32, clusters * spec.cluster * spec.columns * spec.tokens), clusters
 
 
-def launch(p: Program, layer: Views, y: View, aux: View | None, activation: Activation) -> None:
-    """Launch what fills y [M, K] and, if it is given, ``aux`` [2]: the sum of |h| and the number of non-zeros."""
+def launch(p: Program, layer: Views, y: View, activation: Activation) -> None:
+    """Launch what fills y [M, K]."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     spec = spec_of(p, x, "plain" if w_up is None else "gated")
     sums, clusters = parts(p, spec)
@@ -40,8 +39,7 @@ def launch(p: Program, layer: Views, y: View, aux: View | None, activation: Acti
     biases = [bias_view(p, bias, y.dtype) for bias in (b_gate, b_up, b_down)]
     form = threshold_pair(activation, y.dtype), activation.code()
     # the kernel that quantises tokens, if there is one, lets the next start when its own wait is over
-    own = int(bool(p.launches)) if spec.dtype == specs.E4M3 else bias_view(p, aux, torch.float32)
-    p.launch(spec, *matrices, *biases[:2], *form, biases[2], sums, own, y, clusters)
+    p.launch(spec, *matrices, *biases[:2], *form, biases[2], sums, int(bool(p.launches)), y, clusters)
 
 
 def launch_experts(
@@ -66,7 +64,8 @@ def launch_experts(
     words = View(ids.base, ids.offset, torch.int32, (number,), (ids.dtype.itemsize // 4,))
     routes = words, weights.at(0, torch.float32, number)
     form = threshold_pair(activation, x.dtype), activation.code()
-    p.launch(spec, x, first, beside[0], down, beside[1], *sizes, *routes, none, none, *form, none, sums, y, clusters)
+    last = *form, none, sums, 0, y, clusters
+    p.launch(spec, x, first, beside[0], down, beside[1], *sizes, *routes, none, none, *last)
 
 
 def all_rows(weights: View) -> tuple[View, int]:

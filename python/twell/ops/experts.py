@@ -127,7 +127,7 @@ def _cpu(*arguments: Any) -> Tensor:
     activation = activation_of(name, threshold)
     if strategy == "dense" or (strategy == "auto" and not invariant):
         return dense(given, activation)
-    rounds = not invariant and _in_one_pass(given, activation, specs.SM90)
+    rounds = not invariant and _in_one_pass(given, specs.SM90)
     return y.copy_(_sums(given, activation, rounds))
 
 
@@ -175,7 +175,7 @@ def _cuda(*arguments: Any) -> Tensor:
     if not x.numel():
         return y
     family = tuning.family(x.device.index)
-    one_pass = not invariant and _in_one_pass(given, activation, family)
+    one_pass = not invariant and _in_one_pass(given, family)
     if strategy == "auto" and not invariant:
         few = one_pass or tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None)
         # weights in another layout would be copied; other dense products let the host wait
@@ -198,11 +198,9 @@ def _cuda(*arguments: Any) -> Tensor:
     return _with_shared(y, given, activation)
 
 
-def _in_one_pass(given: Experts, activation: Activation, family: str) -> bool:
+def _in_one_pass(given: Experts, family: str) -> bool:
     """Whether one kernel computes all experts of these tokens, by tiles of neurons."""
-    if given.w_up is not None or _overflows(given.x.dtype, activation):
-        return False
-    return tuning.decode(given.x.dtype, *given.x.shape, "experts", family) is not None
+    return given.w_up is None and tuning.decode(given.x.dtype, *given.x.shape, "experts", family) is not None
 
 
 def _overflows(dtype: torch.dtype, activation: Activation) -> bool:

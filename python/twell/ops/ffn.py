@@ -58,7 +58,7 @@ _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 def _run(
     sparse: Callable[..., _Counted],
-    one_pass: Callable[..., _Totals | None],
+    one_pass: Callable[..., Tensor | None],
     layer: Operands,
     compression: int,
     activation: Activation,
@@ -71,11 +71,13 @@ def _run(
         route = route._replace(screen=False)
     if route.strategy == "dense":
         return dense.totalled(*opened(layer, activation), route.measurement, totals)
-    found = one_pass(layer, activation, route, totals)
-    if found is not None:
-        return found
+    own = one_pass(layer, activation, route)
+    if own is not None and not totals:
+        return own, None, None
     require_sliceable(len(layer.w_gate), activation)
     y, l1, stats, unions, candidates = _by_slices(sparse, layer, compression, activation, route, totals)
+    # the same y, whether its figures are wanted or not
+    y = y if own is None else own
     if not totals and route.measurement is None:
         return y, None, None
     counts = stats.select(2, 0)
@@ -89,41 +91,37 @@ def _run(
 
 
 def _takes_one_pass(layer: Operands, activation: Activation, route: Route, family: str) -> bool:
-    """Whether a layer of few tokens runs in one pass over its weights (``ops.decode``)."""
+    """Whether a layer of few tokens runs in one pass over its weights (``ops.decode``), which counts nothing."""
     if activation.k or route.screen or route.invariant:
         return False
     x, kind = layer.x, "plain" if layer.w_up is None else "gated"
     return tuning.decode(x.dtype, math.prod(x.shape[:-1]), x.shape[-1], kind, family) is not None
 
 
-def _one_pass_on_cpu(layer: Operands, activation: Activation, route: Route, totals: bool) -> _Totals | None:
+def _one_pass_on_cpu(layer: Operands, activation: Activation, route: Route) -> Tensor | None:
     """The layer as a GPU computes it in one pass, w_down [K, N]; None of one that it does not."""
     if not _takes_one_pass(layer, activation, route, specs.SM90):
         return None
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     gate = gate_on_cpu(x, w_gate, b_gate, activation)
-    y, l1, stats, _ = behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, True)
-    return y, l1.sum(), stats.sum()
+    return behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, True)[0]
 
 
-def _one_pass_on_cuda(layer: Operands, activation: Activation, route: Route, totals: bool) -> _Totals | None:
+def _one_pass_on_cuda(layer: Operands, activation: Activation, route: Route) -> Tensor | None:
     """The layer of few tokens in one pass, w_down [K, N]; None of one that takes more."""
     if not _takes_one_pass(layer, activation, route, tuning.family(layer.x.device.index)):
         return None
     given = laid(layer)
     y = allocate(layer.x, tuple(layer.x.shape), contiguous(layer.x.shape), layer.x.dtype)
-    aux = y.new_empty(2, dtype=torch.float32) if totals else None
-    _few(Form.of(given), activation, totals)(*present((*given, y, aux)))
-    return (y, None, None) if aux is None else (y, aux[0], aux[1].long())
+    _few(Form.of(given), activation)(*present((*given, y)))
+    return y
 
 
 @kept
-def _few(form: Form, activation: Activation, totals: bool) -> Executable:
-    """What runs a layer in one pass, into y and, with ``totals``, the sum of |h| and the number of non-zeros."""
+def _few(form: Form, activation: Activation) -> Executable:
+    """What runs a layer in one pass, into y."""
     p, (x, *weights) = form.program()
-    y = p.operand(x.dtype, *x.shape).matrix()
-    aux = p.operand(torch.float32, 2) if totals else None
-    decode.launch(p, Views(x.matrix(), *weights), y, aux, activation)
+    decode.launch(p, Views(x.matrix(), *weights), p.operand(x.dtype, *x.shape).matrix(), activation)
     return p.compiled()
 
 
@@ -358,7 +356,7 @@ def inference_of(
     if route.screen:
         screened.require(x.device, "torch.ops.twell.ffn with screen=True")
     if one_pass:
-        run = _few(Form.of(layer), activation, False)
+        run = _few(Form.of(layer), activation)
     else:
         form = Form.of((*layer, layer.b_gate if route.screen else None))
         run, _ = _pass(form, route.name, compression, activation, False)

@@ -217,7 +217,7 @@ def _in_one_pass(layer: Layer, route: Route, fast: bool) -> bool:
 def _few(form: Form, activation: Activation) -> Executable:
     """What runs the layer of few tokens, into y."""
     p, layer = _program(form, True)
-    decode.launch(p, layer, p.operand(torch.bfloat16, *layer.x.shape), None, activation)
+    decode.launch(p, layer, p.operand(torch.bfloat16, *layer.x.shape), activation)
     return p.compiled()
 
 

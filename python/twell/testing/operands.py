@@ -313,7 +313,8 @@ def rounds_hidden(case: Case, device: torch.device) -> bool:
         return False
     if case.wants or case.strategy not in ("row", "row+invariant"):
         return True
-    one_pass = case.kind in ("layer", "pair") and case.strategy == "row" and not case.top and not case.rank
+    one_pass = case.kind in ("layer", "pair") and case.strategy == "row"
+    one_pass = one_pass and not (case.top or case.rank)
     return one_pass and _in_one_pass(case, device, "gated" if case.first == "gate" else "plain")
 
 
@@ -321,9 +322,7 @@ def rounds_weighted(case: Case, device: torch.device) -> bool:
     """Whether experts' hidden states are rounded once they are weighted, by all slots of a token together."""
     by_row = case.strategy == "row" or (case.strategy == "auto" and device.type == "cuda")
     may = case.kind == "experts" and by_row and not case.scales and case.first != "gate" and not case.wants
-    # squares of float16 may exceed it
-    overflows = case.torch_dtype == torch.float16 and case.activation == "relu2"
-    return may and not overflows and _in_one_pass(case, device, "experts")
+    return may and _in_one_pass(case, device, "experts")
 
 
 def _in_one_pass(case: Case, device: torch.device, kind: str) -> bool:
