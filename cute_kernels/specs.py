@@ -65,7 +65,7 @@ _DECODE_E4M3 = (
     *_LARGE,
 )
 _DECODE_EXPERTS = (
-    *((768, 4, 8), (768, 4, 16), (768, 4, 32), (1024, 4, 16)),
+    *((512, 2, 8), (512, 2, 16), (512, 2, 32), (768, 4, 8), (768, 4, 16), (768, 4, 32), (1024, 4, 16)),
     *_LARGE,
 )
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.

@@ -398,5 +398,5 @@ def put(base: Any, index: Any, value: Any) -> None:
 
 
 def quad(where: Any) -> cute.Tensor:
-    """Four fp32 values at a 16-byte aligned address."""
+    """Four words at a 16-byte aligned address."""
     return cute.make_tensor(where.align(16), cute.make_layout(4))
