@@ -173,16 +173,6 @@ def layers_elsewhere() -> str:
     return f"{markdown(header, 'lrlrl', rows)}\n\n{said} {machine(result(OTHER_FILE))}"
 
 
-def decode() -> str:
-    counts = (1, 8, 64)
-    rows = []
-    for name in ("real3", "topic29", "uniform29", "topic128", "dense911"):
-        found = [measured(name, "decode", tokens) for tokens in counts]
-        rows.append([f"`{name}`", *(f"{both(row, 1e3, '.1f')}, {gain(row)}" for row in found)])
-    header = [f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in counts]
-    return markdown(["dense / twell, us", *header], "lrrr", rows)
-
-
 def memory() -> str:
     """Memory kept for backward and peaks of a layer with 29 non-zeros; they hardly depend on this number."""
     own = [row for row in result(LAYER_FILE)["rows"] if row["workload"] == "topic29" and row["tokens"] == 16384]
@@ -226,7 +216,9 @@ def few_tokens() -> str:
 def few_by_share() -> str:
     """Layers by "auto" on few tokens, by the share of neurons that fire."""
     cells = {}
-    for row in rows_of("decode"):
+    for row in result("decode")["rows"]:
+        if row["share"] not in (0.01, 0.05, 0.14, 1):
+            continue
         layer = f"{row['k']:,} / {row['n']:,}{', gate' if row['gated'] else ''}, {row['share']:.0%}"
         before, after = row["us"]["dense"], row["us"]["auto"]
         cells[layer, str(row["m"])] = f"{before:.1f} / {after:.1f}, **{before / after:.2f}**"

@@ -236,7 +236,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "errors": figures.errors,
     "machine": figures.machines,
     "layers on an H100": figures.layers_elsewhere,
-    "decode": figures.decode,
     "memory": figures.memory,
     "large layer": figures.large_layer,
     "few tokens": figures.few_tokens,

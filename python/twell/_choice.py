@@ -152,12 +152,12 @@ class _Jump(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dn: Tensor) -> tuple[Tensor | None, ...]:
         gate, level, threshold = ctx.saved_tensors
-        tokens = tuple(range(gate.dim() - 1))
         wide = torch.promote_types(gate.dtype, torch.float32)
         below, above = bounds(level, ctx.bandwidth)
         near = (gate > below) & (gate < above)
-        sums = torch.where(near, dh, 0).sum(tokens, dtype=wide)
-        own = level.to(wide) * sums + dn * near.sum(tokens)
+        # one token may have no other dimension, and a sum over none of them is one over all
+        sums = torch.where(near, dh, 0).reshape(-1, len(level)).sum(0, dtype=wide)
+        own = level.to(wide) * sums + dn * near.reshape(-1, len(level)).sum(0)
         return dh.masked_fill(gate <= level, 0), (-own / ctx.bandwidth).to(threshold.dtype), None
 
 

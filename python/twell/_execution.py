@@ -93,7 +93,8 @@ def run(call: Call, layer: Operands, route: Route, mains: Mains, site: Tensor | 
             # training keeps its choice until backward passes y
             route.holder.hold(y)
         if call.counts is not None:
-            call.counts.add_((~(gate <= call.activation.level(gate.dtype))).sum(tuple(range(gate.dim() - 1))))
+            fires = ~(gate <= call.activation.level(gate.dtype))
+            call.counts.add_(fires.reshape(-1, fires.shape[-1]).sum(0))
         return (y, dense_aux(hidden, gate, call.activation, nonzeros)) if call.return_aux else y
 
     y, l1, nonzeros = _sparse(call, layer, route, mains, site)

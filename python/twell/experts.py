@@ -45,20 +45,21 @@ def sparse_experts(
         expert_ids: int32 or int64 [..., k], k up to 32. Ids may repeat; -1 is no expert, and adds nothing.
         weights: floating [..., k], those of the router; they are used in fp32.
         shared: w_up [S, K] and w_down [K, S] of a shared expert, which all tokens run with weight 1; without ``w_gate``
-            and of 16 bits or wider alone. Up to 32 tokens by "row" have it in the same pass.
+            of 16 bits or wider and without ``invariant`` alone. One pass has it, too; else it runs by PyTorch's
+            operators, which round its hidden states, and y once more.
         activation, threshold: as in ``sparse_gated_ffn``, "relu2" for the experts of Nemotron; "drelu" needs a gate.
         strategy: "row" reads the rows of non-zeros, as is best for few tokens of each expert; it needs a GPU of compute
-            capability 9.0, or a CPU. Up to 32 tokens without a gate take one pass over the experts. "dense" is grouped
-            products of PyTorch, and in other dtypes than bfloat16, and for 1,024 experts, for which it has none, a loop
-            that waits for the GPU. "auto" on such a GPU is "row" for up to 32 tokens without a gate, for up to 40 pairs
-            of a token and an expert per expert, or with a gate for up to 3 (e4m3: for up to 96, or none), and where
-            "dense" waits, if w_down lies by rows; else it is "dense".
+            capability 9.0, or a CPU. Few tokens take one pass (docs/kernels.md, "decode"). "dense" is grouped products
+            of PyTorch, and in other dtypes than bfloat16, and for 1,024 experts, for which it has none, a loop that
+            waits for the GPU. "auto" on such a GPU is "row" for few tokens in one pass, for up to 40 pairs of a token
+            and an expert per expert, or with a gate for up to 3 (e4m3: for up to 96, or none), and where "dense" waits,
+            if w_down lies by rows; else it is "dense".
         invariant: on a GPU give a token the same bits whatever the other tokens are, by "row".
         compression: of the packed gates: 2, 4 or 8.
 
     Returns y [..., K] of the dtype of x. By "row" gates are rounded to that dtype, all experts of a token are added in
-    fp32, in one order, and rounded once. Hidden states stay fp32, except on a GPU without a gate, unless their
-    activation is "relu2" in float16. "dense" rounds hidden states and the result of each expert, too.
+    fp32, in one order, and rounded once. Hidden states are rounded in one pass, and on a GPU without a gate, unless
+    their activation is "relu2" in float16; else they stay fp32. "dense" rounds them and the result of each expert, too.
 
     "row" takes bfloat16 and float16, and has no gradients: where one is needed, "auto" is "dense", and "row" raises
     NotImplementedError. An id below -1 or of E or more raises ValueError on a CPU; on a GPU it adds nothing, as
@@ -75,6 +76,9 @@ def sparse_experts(
         require(f"{_NAME}: {name}", operand, Tensor, "a tensor")
     if shared is not None:
         require_shared(shared, w_gate)
+        if invariant:
+            instead = "twell.sparse_ffn(..., invariant=True) computes it beside"
+            raise NotImplementedError(f"{_NAME}: shared must be None with invariant=True; {instead}")
     matrices: Any = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
     if is_quantised(x, matrices):
         if shared is not None:
@@ -116,7 +120,8 @@ def sparse_experts(
 def require_shared(shared: object, w_gate: object) -> None:
     """Raise unless ``shared`` is two tensors, of experts without a gate."""
     if not isinstance(shared, tuple) or len(shared) != 2 or not all(isinstance(each, Tensor) for each in shared):
-        raise TypeError(f"{_NAME}: shared must be a tuple of two tensors, got {shared!r:.80}")
+        parts = [type(each).__name__ for each in shared] if isinstance(shared, (tuple, list)) else ""
+        raise TypeError(f"{_NAME}: shared must be a tuple of two tensors, got {type(shared).__name__} {parts}".rstrip())
     if w_gate is not None:
         raise NotImplementedError(f"{_NAME}: shared goes with experts without a gate, got w_gate")
 
@@ -131,7 +136,10 @@ def _check(t: dict[str, Tensor], expert_ids: Tensor, weights: Tensor) -> None:
     (count, n, _), k = w_up.shape, x.shape[-1]
     shapes = {"x": list(x.shape), "w_up": [count, n, k], "w_gate": [count, n, k], "w_down": [count, k, n]}
     if "shared_up" in t:
-        most = t["shared_up"].shape[0] if t["shared_up"].dim() else 0
+        for name in ("shared_up", "shared_down"):
+            if t[name].dim() != 2:
+                raise ValueError(f"{_NAME}: shared must be [S, {k}] and [{k}, S], got {name} {list(t[name].shape)}")
+        most = t["shared_up"].shape[0]
         shapes |= {"shared_up": [most, k], "shared_down": [k, most]}
     for name, operand in t.items():
         if list(operand.shape) != shapes[name]:

@@ -111,7 +111,8 @@ def sparse_gated_ffn(
     Args:
         x: tokens [..., K]. Read in place if its rows are 16-byte aligned and of unit stride, else copied.
         w_gate, w_up: [N, K]. The intermediate size N is a multiple of 8 up to 1,048,576, the hidden size K one up to
-            16,384. More than 65,536 neurons run as slices: outputs of these are rounded, added in fp32 and rounded.
+            16,384. More than 65,536 neurons run as slices: outputs of these are rounded, added in fp32 and rounded,
+            except in one pass of few tokens (docs/kernels.md, "decode").
         w_down: [K, N], as in nn.Linear. Sparse strategies read it in place if it is the transposed view of a contiguous
             [N, K] tensor. Else they copy it in each forward and each backward pass, which is logged once.
         b_gate, b_up: [N]. b_down: [K]. Optional.
@@ -125,20 +126,20 @@ def sparse_gated_ffn(
             dense, whatever the strategy.
         strategy: how the call runs. "row" reads the weight rows of each token's non-zeros. "union" works on tiles of
             128 tokens and the neurons that any token of a tile fires. Both are the same where a gradient will be
-            needed; where none will be, every named strategy runs float32 and float64 dense, which is logged once at
-            INFO. "dense" is plain PyTorch, for any size and any dtype of F.linear. "auto" takes the cheapest strategy
-            for a sparse layer of this size: mostly "union", "row" for few tokens. It keeps nothing between calls and so
-            measures nothing. An ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. It may
-            screen: it runs "union", but computes a gate only where a product in int8 and a bound of its error say that
-            it may be a non-zero (docs/notes/screen.md). That misses a gate if the bound fails, with a probability of at
-            most 2^-80 per gate; a named strategy never screens. Graphs without gradients choose when they run. "auto"
-            and an ``AutoStrategy`` are dense on a CPU and, after a warning, on a GPU that was not measured. Strategies
-            may differ in the last bits of a result. "row" reads weight rows again for each token: where many tokens
-            fire many neurons it takes many times as long as dense, 16.8 ms where that takes 1.6 for 16,384 tokens with
-            911 non-zeros each (H100, K = 2,048, N = 5,632).
+            needed, and for few tokens in one pass; where none will be, every named strategy runs float32 and float64
+            dense, which is logged once at INFO. "dense" is plain PyTorch, for any size and any dtype of F.linear.
+            "auto" takes the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It
+            keeps nothing between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do,
+            chooses by measured sparsity. It may screen: it runs "union", but computes a gate only where a product in
+            int8 and a bound of its error say that it may be a non-zero (docs/notes/screen.md). That misses a gate if
+            the bound fails, with a probability of at most 2^-80 per gate; a named strategy never screens. Graphs
+            without gradients choose when they run. "auto" and an ``AutoStrategy`` are dense on a CPU and, after a
+            warning, on a GPU that was not measured. Strategies may differ in the last bits of a result. "row" reads
+            weight rows again for each token: where many tokens fire many neurons it takes many times as long as dense,
+            16.8 ms where that takes 1.6 for 16,384 tokens with 911 non-zeros each (H100, K = 2,048, N = 5,632).
         invariant: with "row", "auto" or an ``AutoStrategy``, inference runs "row", on a GPU with the same bits for a
             token whatever other tokens the call has, and however many. Calls that need gradients, a threshold that is
-            a tensor, and a class or mode that overrides PyTorch's operators raise NotImplementedError.
+            a 0-d tensor, and a class or mode that overrides PyTorch's operators raise NotImplementedError.
         compression: 2, 4 or 8. A tile of 256 neurons takes 256 / compression words. It holds one non-zero fewer than
             that and spills beyond. The speed depends on it, the result does not.
         main_grads: float32 tensors (main_gate, main_up, main_down) of the weights' shapes. Backward adds the weights'
@@ -158,9 +159,9 @@ def sparse_gated_ffn(
     float64, to autocast's dtype.
 
     Returns y [..., K] of the dtype of x (under autocast: of autocast). The gate is rounded to that dtype, as in dense
-    PyTorch. Everything after it is fp32 until y, except that "union" and training round the hidden state. NaN and
-    infinite gates propagate. Neurons whose gate is zero add nothing, except that a non-finite weight row may make NaN
-    of 0 * inf in tokens that do not fire it, as in dense PyTorch.
+    PyTorch. Everything after it is fp32 until y, but "union", few tokens in one pass and training round the hidden
+    state. NaN and infinite gates propagate. Neurons whose gate is zero add nothing, except that a non-finite weight row
+    may make NaN of 0 * inf in tokens that do not fire it, as in dense PyTorch.
 
     y and ``aux.l1`` are differentiable once, with respect to x, weights and biases. Gradients are as close to the true
     ones as dense PyTorch's at any sparsity, and the same bits in every run. For backward a call keeps its operands and

@@ -81,7 +81,7 @@ _LIGHT = 64
 def up_down_token(
     dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False, family: str = specs.SM90
 ) -> specs.UpDownTokenSpec:
-    """The up and down projections of ``m`` tokens, token by token: the fewer, the more CTAs share each.
+    """The up and down projections of ``m`` tokens, token by token: four CTAs share each of few.
 
     ``invariant``: the same kernel for any m. NotImplementedError for a hidden size beyond the largest class.
     """

@@ -266,7 +266,7 @@ def _experts(s: Streams, kind: str, number: int, limits: Limits, given: dict[str
     found |= {"absent": s.choice("absent", (0.0, 0.0, 0.1, 1.0)), "wide": s.chance("wide", 0.5), "coherent": False}
     found |= {"down_layout": s.pick("down layout", {"rows": 9, "linear": 1}), "x_layout": "plain"}
     found |= {"merged": gated and not scales and s.chance("merged", 0.5), "density": max(given["density"], 0.01)}
-    may_share = not gated and not scales and experts > 1 and found["slots"] > 1
+    may_share = not gated and not scales and strategy != "row+invariant" and experts > 1 and found["slots"] > 1
     found["shared"] = may_share and s.chance("shared", 0.3)
     names: Mapping[str, int] = {"relu": 1, "relu2": 2, "fatrelu": 1, "drelu": 1}
     if scales:

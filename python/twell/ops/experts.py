@@ -127,8 +127,10 @@ def _cpu(*arguments: Any) -> Tensor:
     activation = activation_of(name, threshold)
     if strategy == "dense" or (strategy == "auto" and not invariant):
         return dense(given, activation)
-    rounds = not invariant and _in_one_pass(given, specs.SM90)
-    return y.copy_(_sums(given, activation, rounds))
+    if not invariant and _in_one_pass(given, specs.SM90):
+        return y.copy_(_sums(given, activation, True))
+    routed = given._replace(shared_up=None, shared_down=None)
+    return _with_shared(y.copy_(_sums(routed, activation, False)), given, activation)
 
 
 def _given(arguments: Sequence[Any]) -> tuple[Experts, Sequence[Any]]:

@@ -322,7 +322,7 @@ def decide(
     a kind for which the table must not stand in (``Table.lacks``) are dense.
     """
     if in_one_pass(problem, table) and not problem.down_copied:
-        reason = "the layer is one pass over its weights, as fast as dense at least, whatever share fires"
+        reason = "so few tokens take one pass over the weights, whatever share fires"
         return Decision("row", reason, {} if figures is None else costs(problem, figures, table), final=True)
     problem, figures = _of_slice(problem, figures)
     if lacks := _of_weights(problem, table).lacks(problem.training, problem.gated):

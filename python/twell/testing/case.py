@@ -166,8 +166,9 @@ class Case:
             raise ValueError(f"m must be at least 0, k and n multiples of 8 of at least 8, got {sizes}")
         if self.experts < 1 or not 1 <= self.slots <= geometry.MAX_EXPERTS_OF_TOKEN or self.rank < 0 or self.top < 0:
             raise ValueError(f"experts, slots, rank or top are out of range, got {self}")
-        if self.shared and (self.gated or self.scales or self.experts < 2 or self.slots < 2):
-            raise ValueError(f"shared must be of two experts and slots, without gate and scales, got {self}")
+        alone = self.gated or self.scales or self.strategy == "row+invariant" or min(self.experts, self.slots) < 2
+        if self.shared and alone:
+            raise ValueError(f"shared must be of two experts and slots, no gate, scales or invariance, got {self}")
         named = {"gate", "up", "down"} if self.gated and self._has("gated") else {"up", "down"}
         named = {"gate"} if self.kind == "pack" else {"up", "down"} if self.kind == "pair" else named
         if unknown := set(self.biases.split("+")) - {"", *named}:
