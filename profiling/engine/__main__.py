@@ -167,6 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="large", metavar="M", help=f"{models.NAMES}; {', '.join(mixture.DRAWN)} (large)")
+    add("--nnz", type=float, help="mean non-zeros per token of a drawn model (default: the paper's share)")
     add("--text", type=Path, nargs="+", default=[], metavar="PATH", help="text for a saved model")
     add("--work", type=Path, required=True, metavar="FOLDER", help="for models, logs and caches")
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
@@ -182,6 +183,8 @@ def main() -> int:
     if (not mixed and models.sizes(arguments.model) is None) != bool(arguments.text):
         parser.error("--text: expected with a saved model, and with no other")
     until, folder = time.monotonic() + arguments.seconds, arguments.work / arguments.model
+    if arguments.nnz:
+        folder = folder.with_name(f"{folder.name}-{arguments.nnz:g}")
     if arguments.text:
         # a saved model is known by its path and its text
         key = "\n".join(str(path.resolve()) for path in (Path(arguments.model), *arguments.text))
@@ -194,6 +197,7 @@ def main() -> int:
             f"profiling.engine.{'mixture' if mixed else 'models'}",
             str(folder),
             arguments.model,
+            *([] if mixed else [str(arguments.nnz or "")]),
             *map(str, arguments.text),
         ]
         subprocess.run(write, check=True)

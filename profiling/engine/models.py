@@ -97,5 +97,5 @@ def write(folder: Path, model: Any, prompts: dict[int, Tensor]) -> None:
 
 
 if __name__ == "__main__":
-    target, name, *text = sys.argv[1:]
-    write(Path(target), *make(name, [Path(path) for path in text], "cuda"))
+    target, name, nnz, *text = sys.argv[1:]
+    write(Path(target), *make(name, [Path(path) for path in text], "cuda", float(nnz) if nnz else None))
