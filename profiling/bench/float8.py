@@ -22,7 +22,7 @@ from twell.commands import timing, tune
 from twell.commands.request import at_least
 from twell.commands.timing import Call
 from twell.float8 import Float8
-from twell.ops.ffn_float8 import hidden_in_float8, product, tokens_in_float8
+from twell.ops.e4m3 import hidden_in_float8, product, tokens_in_float8
 from twell.testing import Comparison, workloads
 
 NAME = "profiling.bench float8"

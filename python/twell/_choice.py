@@ -188,8 +188,8 @@ def inference(
     gate = choice.of_tokens(x.reshape(-1, x.shape[-1]), w_up, b_up)
     if counts is not None:
         counts += (gate != 0).sum(0)
-    operands = gate, None, None, w_down.t(), None, b_down
-    y, l1, nonzeros = ops.sparse_up_down_aux(*operands, compression, strategy, None)
+    operands = None, None, None, w_down.t(), None, None, b_down
+    y, l1, nonzeros = ops.ffn_aux(*operands, compression, strategy, None, gate=gate)
     return (y if x.dim() == 2 else unviewed(y, x.shape)), l1, nonzeros
 
 

@@ -19,7 +19,7 @@ from twell.ops.dense import as_torch, fuses
 from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import are_rows, no_view, unviewed
-from twell.ops.operands import Form, Mains, Operands
+from twell.ops.operands import Form, Layer, Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.strategy.known import Run
 from twell.strategy.plan import Route
@@ -121,7 +121,7 @@ def _sparse(
     if call.counts is not None:
         return _counted(call, layer, call.counts)
     if call.direct:
-        return ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
+        return ffn_on_cuda(Layer(*layer), call.compression, call.activation, route, call.return_aux)
     x, w_gate, w_up, w_down, *biases = layer
     how = (*call.activation, route.screen, route.invariant)
     arguments = (x, w_gate, w_up, w_down.t(), *biases, call.compression, route.strategy, site, *how)

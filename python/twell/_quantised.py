@@ -1,4 +1,4 @@
-"""Calls of the functions on e4m3 weights: checks of operands, and the operator ``ffn_float8``."""
+"""Calls of the functions on e4m3 weights: checks of operands, and the operators with scales."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from twell._arguments import require_flag
 from twell._modes import PLAIN_TENSORS
 from twell._plain import behaves
 from twell.float8 import Float8, checked
-from twell.ops.ffn_float8 import direct
+from twell.ops.ffn import direct
 from twell.ops.library import is_direct, unviewed
 from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy, enroll, found
@@ -96,14 +96,15 @@ def run(
             enroll(first, site)
     tokens = values if values.dim() == 2 else values.reshape(-1, values.shape[-1])
     of_up = (None, None) if up is None else (up.values, up.by_rows())
-    matrices = tokens, scale, gate.values, gate.by_rows(), *of_up, down.values.t(), down.by_rows()
-    how = compression, asked, first, activation.name, activation.threshold, fast_accum, invariant
-    operator: Any = ops.ffn_float8
+    layer = tokens, gate.values, of_up[0], down.values.t(), *biases
+    scales = scale, gate.by_rows(), of_up[1], down.by_rows()
+    how = compression, asked, first, activation.name, activation.threshold, False, invariant, None
+    operator: Any = ops.ffn
     if not _modes.compiling() and is_direct(tokens):
         # the dispatcher makes the others real
-        in_memory = all(t is None or _modes.is_in_memory(t) for t in (*matrices, *biases))
+        in_memory = all(t is None or _modes.is_in_memory(t) for t in (*layer, *scales))
         operator = direct if in_memory else operator
-    y: Tensor = operator(*matrices, *biases, *how)
+    y: Tensor = operator(*layer, *how, *scales, fast_accum)
     return y if values.dim() == 2 else unviewed(y, values.shape)
 
 

@@ -214,11 +214,9 @@ def _flat(given: Given) -> list[Tensor | None]:
 def _infer(
     given: Given, activation: Activation, compression: int, strategy: str, site: Tensor | None, return_aux: bool
 ) -> tuple[Tensor, Any, Any]:
-    arguments = (*_flat(given), compression, strategy, site, *activation)
-    if return_aux:
-        y, l1, nonzeros = ops.sparse_up_down_aux(*arguments)
-    else:
-        y, l1, nonzeros = ops.sparse_up_down(*arguments), None, None
+    gate, x, w_up, w_down, b_up, b_down = _flat(given)
+    arguments = x, None, w_up, w_down, None, b_up, b_down, compression, strategy, site, *activation, False, False, gate
+    y, l1, nonzeros = ops.ffn_aux(*arguments) if return_aux else (ops.ffn(*arguments), None, None)
     return _as_given(y, given), l1, nonzeros
 
 

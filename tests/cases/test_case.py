@@ -332,7 +332,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], list[tuple[str, str]], Callable[[Op], O
                             changes(lambda out, given: out[1].mul_(1.02)), "gate"),
     "up weights behind a gate": (("given",), [(OP, "sparse_up_down_backward")], changes(of_weights), "w_up"),
     "slots": (("experts",), [(f"{OP}.experts", "_sums")], weighs_all_slots_alike, "y "),
-    "static": (("layer",), [(f"{OP}.ffn_float8", "tokens_of")], ignores_static_scales, "y"),
+    "static": (("layer",), [(f"{OP}.e4m3", "tokens_of")], ignores_static_scales, "y"),
     "windows": (("autoencoder",), [("twell._choice", "_of_thresholds")],
                 changes(lambda out, given: out.mul_(1.01)), "threshold"),
     "codes": (("autoencoder",), [("twell._choice", "largest")], takes_the_last, ""),

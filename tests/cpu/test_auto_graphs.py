@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import sys
 from typing import Any
 
 import fake_gpu
@@ -17,9 +16,12 @@ from twell import _modes, testing
 from twell._activation import RELU
 from twell._runtime import geometry
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.ops.ffn import _chosen, on_cuda
+from twell.ops.operands import Layer
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
 from twell.strategy.costs import Figures, Problem
+from twell.strategy.plan import Route
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -109,11 +111,9 @@ def test_a_given_gate_in_a_graph_of_few_tokens(gated: bool, totals: bool, monkey
     monkeypatch.setattr(tables, "in_use", lambda on: tables.SHIPPED)
     p = testing.make("topic29", 64, 2048, 5632, device="cpu")
     up = (p.x, p.w_up) if gated else (None, None)
-    module = sys.modules["twell.ops.sparse_up_down"]
-    monkeypatch.setattr(module, "imposed_on_call", lambda *device: "")
-    given = module.Given(torch.mm(p.x, p.w_gate.t()), up[0], up[1], p.w_down, None, None)
-    route = module._route(given, "auto", None)
-    module._run(module._sparse_on_cuda, given, 8, RELU, route, totals)
+    layer = Layer(up[0], None, up[1], p.w_down, gate=torch.mm(p.x, p.w_gate.t()))
+    route = _chosen(layer, RELU, Route("auto"), None)
+    on_cuda(layer._replace(w_down=p.w_down.t()), 8, RELU, route, totals)
     assert gpu.names()[-1] == "up_down_token"
     (*_, counters, weights, stats, helpers, _), form = gpu.launches[-1][1][:-2], gpu.launches[-1][1][-2:]
     assert counters.shape == (geometry.TOKEN_COUNTERS + 64 * gpu.launches[-1][0].cluster,)

@@ -1,7 +1,6 @@
 """Calls on e4m3 weights without a GPU: the formula, what operands may be, the modules, and launches on a fake GPU."""
 
 import copy
-import sys
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import twell
 from tests.cpu import fake_gpu
 from twell import float8
 from twell.float8 import E4M3, Float8
+from twell.ops.ffn import direct
 from twell.testing.bits import assert_same
 from twell.testing.case import Case
 from twell.testing.operands import build, laid_out
@@ -102,9 +102,10 @@ def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(gated=False, biases="")
     fake_gpu.install(monkeypatch, "sm80")
     up, down = p["w_up"], p["w_down"]
-    layer = (p["x"], None, up.values, up.by_rows(), None, None, down.values.t(), down.by_rows(), None, None, None)
+    layer = p["x"], up.values, None, down.values.t(), None, None, None
+    scales = None, up.by_rows(), None, down.by_rows()
     with pytest.raises(NotImplementedError, match="sparse kernels for sm_90a alone"):
-        sys.modules["twell.ops.ffn_float8"].direct(*layer, 8, "row", None, "relu", 0.0, True, False)
+        direct(*layer, 8, "row", None, "relu", 0.0, False, False, None, *scales, True)
 
 
 def test_what_a_state_dict_may_hold() -> None:

@@ -57,8 +57,8 @@ def calls(o: dict[str, Tensor | None], compression: int) -> list[tuple[Any, tupl
         layer = o["x"], o["w_gate"], w_up, o["w_down"], o["b_gate"], b_up, o["b_down"], *asked
         found += [(ops.ffn_aux, layer), (ops.ffn, layer)]
     for (w_up, b_up), x, *asked in how:
-        given = gate_of(o), x, w_up, o["w_down"], b_up, o["b_down"], *asked
-        found += [(ops.sparse_up_down, given), (ops.sparse_up_down_aux, given)]
+        given = x, None, w_up, o["w_down"], None, b_up, o["b_down"], *asked, "relu", 0.0, False, False, gate_of(o)
+        found += [(ops.ffn_aux, given), (ops.ffn, given)]
     return [*found, (ops.matrix_transpose, (o["w_down"],))]
 
 
@@ -119,7 +119,6 @@ def test_opcheck(shape: tuple[int, int, int], bias: bool) -> None:
 
 def test_an_input_that_requires_grad_is_refused_by_name_of_the_function_to_call() -> None:
     instead = {ops.unpack: "twell.pack", ops.matrix_transpose: "Tensor.t"}
-    instead |= dict.fromkeys((ops.sparse_up_down, ops.sparse_up_down_aux), "twell.sparse_up_down")
     instead[ops.window] = "twell.sparse_ffn"
     hybrids = [(op, tuple(named.values())) for op, named in checked_calls() if "hybrid" in op._opname]
     for op, arguments in hybrids + [(op, arguments) for op, arguments in calls(operands(2, 8, 8), 8)]:
@@ -179,8 +178,9 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     found.append((ops.experts, (o["x"], *stacked, ids, weights, 8, "row")))
     e4m3, by_rows = torch.float8_e4m3fn, torch.ones(264)
     half = o["w_gate"].to(e4m3), by_rows, o["w_up"].to(e4m3), by_rows, o["w_down"].to(e4m3), torch.ones(16)
-    scaled = o["x"].to(e4m3), torch.ones(130), *half, *(o[name] for name in ("b_gate", "b_up", "b_down"))
-    found.append((ops.ffn_float8, (*scaled, 8, "row", None)))
+    scaled = o["x"].to(e4m3), *half[::2], *(o[name] for name in ("b_gate", "b_up", "b_down"))
+    how = 8, "row", None, "relu", 0.0, False, False, None
+    found.append((ops.ffn, (*scaled, *how, torch.ones(130), *half[1::2])))
     # scales are of each expert
     triple = [operand[None].repeat(2, *[1] * operand.dim()) for operand in half]
     found.append((ops.experts_float8, (o["x"], None, *triple, ids, weights, 8, "dense")))

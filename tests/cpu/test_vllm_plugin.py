@@ -417,12 +417,12 @@ def test_kernels_of_e4m3_weights_are_tried(gated: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(tables, "imposed", lambda *_: "")
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda on: None)
-    real = torch.ops.twell.ffn_float8
-    monkeypatch.setattr(torch.ops.twell, "ffn_float8", lambda *call: calls.append(call) or real(*call))
+    real = torch.ops.twell.ffn
+    monkeypatch.setattr(torch.ops.twell, "ffn", lambda *call: calls.append(call) or real(*call))
     assert (
         tried("auto", gated=gated, dtype=E4M3) == tried("row", gated=gated, dtype=E4M3, sparsity_invariant=True) == ""
     )
-    assert [(call[4] is not None, call[12], call[-1]) for call in calls] == [
+    assert [(call[2] is not None, call[8], call[13]) for call in calls] == [
         (gated, "row", invariant) for invariant in (False, True) for _ in ("one token", "more than one pass takes")
     ]
 

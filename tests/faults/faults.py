@@ -305,7 +305,7 @@ FAULTS = (
     # ---- e4m3 ----
     Fault(
         "e4m3: static scale of x is ignored",
-        "python/twell/ops/ffn_float8.py",
+        "python/twell/ops/e4m3.py",
         "quantize_tokens(x, scale)",
         "quantize_tokens(x)",
         "tests/cases/test_cases.py -k pinned",

@@ -25,7 +25,7 @@ from served import (
 )
 from test_routed_experts import EXPERTS, SIZES
 
-THROUGH = f"twell: {LAYERS} feed-forward layers run through torch.ops.twell.ffn_float8"
+THROUGH = f"twell: {LAYERS} feed-forward layers of e4m3 weights run through torch.ops.twell.ffn"
 HIDDEN, NEURONS = 64, 96
 
 

@@ -44,19 +44,21 @@ def trouble(
         weight = torch.zeros(*each, _NEURONS, k, dtype=dtype, device=on)
         scales = (torch.zeros(*each, size, dtype=torch.float32, device=on) for size in (_NEURONS, k))
         scale, down_scale = ([given] for given in scales) if e4m3 else ([], [])
-        up = [weight, *scale] if gated else [None, *[None] * e4m3]
         for m in _TOKENS:
             x = torch.zeros(m, k, dtype=torch.bfloat16 if e4m3 else dtype, device=on)
-            layer = x, *[None] * e4m3, weight, *scale, *up, weight, *down_scale
             if experts:
+                up = [weight, *scale] if gated else [None, *[None] * e4m3]
+                layer = x, *[None] * e4m3, weight, *scale, *up, weight, *down_scale
                 ids = torch.zeros(m, 1, dtype=torch.int32, device=on)
                 operator = torch.ops.twell.experts_float8 if e4m3 else torch.ops.twell.experts
                 operator(*layer, ids, ids.float(), compression, "row", *activation, route.invariant)
             else:
                 strategy = "row" if route.strategy == "auto" else route.strategy
-                operator = torch.ops.twell.ffn_float8 if e4m3 else torch.ops.twell.ffn
-                how = compression, strategy, None, *activation, e4m3, route.invariant
-                operator(*layer, None, None, None, *how)
+                layer = x, weight, weight if gated else None, weight, None, None, None
+                how = compression, strategy, None, *activation, route.screen and not e4m3, route.invariant
+                # without scales of an absent up projection
+                own = [None, *scale, *(scale if gated else [None]), *down_scale] if e4m3 else []
+                torch.ops.twell.ffn(*layer, *how, None, *own)
         torch.cuda.synchronize(on)
     except Exception as error:
         # whatever goes wrong here would go wrong in a request

@@ -30,7 +30,6 @@ from twell.float8 import E4M3
 from twell.integrations import _vllm_experts, _vllm_float8, _vllm_kernels, layouts, vllm
 from twell.integrations._vllm_auto import Kept, ServedStrategy, watch
 from twell.ops.ffn import direct
-from twell.ops.ffn_float8 import direct as direct_float8
 from twell.ops.library import is_direct
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
 
@@ -240,8 +239,8 @@ def serve(
         Kept(model, sites, str((found, only_twell)))
     for float8, count in runs.items():
         watch()
-        name, said = "ffn_float8" if float8 else "ffn", _vllm_kernels.described(route, on, float8)
-        vllm.logger.info("twell: %d feed-forward layers run through torch.ops.twell.%s: %s", count, name, said)
+        weights, said = " of e4m3 weights" if float8 else "", _vllm_kernels.described(route, on, float8)
+        vllm.logger.info("twell: %d feed-forward layers%s run through torch.ops.twell.ffn: %s", count, weights, said)
 
 
 def _device(vllm_config: Any) -> torch.device:
@@ -345,21 +344,14 @@ class RunsFFN(UnquantizedLinearMethod):  # type: ignore[misc]
         first, tokens = self._first, x.reshape(-1, x.shape[-1])
         gate, up = self._halves(first.weight)
         b_gate, b_up = self._halves(first.bias)
-        how = self.compression, self.route.strategy, gate, *self.activation
+        how = self.compression, self.route.strategy, gate, *self.activation, self.route.screen, self.route.invariant
         # a plain eager call need not go through the dispatcher
         alone = not _modes.compiling() and not torch.is_grad_enabled() and is_direct(x)
-        weights: tuple[Any, ...]
-        operator: Any
-        y: Tensor
+        operator: Any = direct if alone else torch.ops.twell.ffn
+        scales: tuple[Tensor | None, ...] = (None,) * 4
         if self._float8:
-            operator = direct_float8 if alone else torch.ops.twell.ffn_float8
-            gate_scale, up_scale = self._halves(first.weight_scale)
-            weights = gate, gate_scale, up, up_scale, layer.weight.t(), layer.weight_scale
-            y = operator(tokens, first.input_scale, *weights, b_gate, b_up, bias, *how, True, self.route.invariant)
-        else:
-            operator = direct if alone else torch.ops.twell.ffn
-            weights = gate, up, layer.weight.t()
-            y = operator(tokens, *weights, b_gate, b_up, bias, *how, self.route.screen, self.route.invariant)
+            scales = first.input_scale, *self._halves(first.weight_scale), layer.weight_scale
+        y: Tensor = operator(tokens, gate, up, layer.weight.t(), b_gate, b_up, bias, *how, None, *scales, True)
         return y.view(x.shape)
 
     def _halves(self, both: Tensor | None) -> Any:

@@ -7,14 +7,12 @@ gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is
 from twell.ops.experts import experts
 from twell.ops.experts_float8 import experts_float8
 from twell.ops.ffn import ffn, ffn_aux
-from twell.ops.ffn_float8 import ffn_float8
 from twell.ops.gate_pack import gate_pack
 from twell.ops.hybrid_backward import hybrid_backward
 from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.matrix_transpose import matrix_transpose
 from twell.ops.reglu import reglu, reglu_backward
-from twell.ops.sparse_up_down import sparse_up_down, sparse_up_down_aux
 from twell.ops.sparse_up_down_backward import sparse_up_down_backward
 from twell.ops.sparse_up_down_forward import sparse_up_down_forward
 from twell.ops.unpack import unpack
@@ -26,7 +24,6 @@ __all__ = [
     "experts_float8",
     "ffn",
     "ffn_aux",
-    "ffn_float8",
     "gate_pack",
     "hybrid_backward",
     "hybrid_backward_accumulate",
@@ -34,8 +31,6 @@ __all__ = [
     "matrix_transpose",
     "reglu",
     "reglu_backward",
-    "sparse_up_down",
-    "sparse_up_down_aux",
     "sparse_up_down_backward",
     "sparse_up_down_forward",
     "unpack",

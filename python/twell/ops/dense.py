@@ -24,22 +24,29 @@ from twell.strategy.site import Measurement, tokens_of
 
 
 def totalled(
-    layer: Operands, activation: Activation, measurement: Measurement | None, totals: bool
+    layer: Operands, given: Tensor | None, activation: Activation, measurement: Measurement | None, totals: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y, and with ``totals`` the sum of |h| and the number of non-zeros; figures for ``measurement``."""
-    kind = layer.x.device.type
+    """y, and with ``totals`` the sum of |h| and the number of non-zeros; figures for ``measurement``.
+
+    ``given``: the gate before its activation [M, N], if the layer does not compute it.
+    """
+    kind, x, w_up = layer.w_down.device.type, layer.x, layer.w_up
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
-        gate, up = _products(layer, is_merged(layer))
-        if up is not None and fuses(layer, activation):
+        if given is None:
+            gate, up = _products(layer, is_merged(layer))
+        else:
+            gate, up = given, None if w_up is None else F.linear(x, w_up, layer.b_up)
+        if given is None and up is not None and fuses(layer, activation):
             hidden = reglu_on_cuda(gate, up, activation, inplace=True)
         else:
-            gate = activation.after(gate, inplace=True)
+            gate = activation.after(gate, inplace=given is None)
             hidden = activation.hidden(gate, up)
         # what is left of the gate, so that its memory may be that of y
         level = activation.level(gate.dtype)
         nonzeros = gate.numel() - (gate <= level).sum() if totals else None
         if measurement is not None:
-            measurement.dense(gate, level, screened.wanted(measurement, layer, activation))
+            candidates = screened.wanted(measurement, layer, activation) if given is None else None
+            measurement.dense(gate, level, candidates)
         del gate, up
         y = F.linear(hidden, layer.w_down, layer.b_down)
     return y, hidden.abs().sum(dtype=torch.float32) if totals else None, nonzeros

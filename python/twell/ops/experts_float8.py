@@ -20,6 +20,7 @@ from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.float8 import E4M3, Float8
+from twell.ops.e4m3 import MULTIPLE, check_scaled, hidden_in_float8, quantise, tokens_of
 from twell.ops.experts import (
     GROUPS,
     add_up,
@@ -34,7 +35,6 @@ from twell.ops.experts import (
     require_how,
     slabs,
 )
-from twell.ops.ffn_float8 import MULTIPLE, check_scaled, hidden_in_float8, quantise, tokens_of
 from twell.ops.library import ACTIVATION, check_rank, register, rows, transpose
 from twell.ops.operands import run
 

@@ -9,11 +9,17 @@ of |h| and the number of non-zeros.
 With ``screen`` "union" computes gates only where an int8 product says that they may be non-zeros, and "auto" may choose
 so. With ``invariant`` "row" gives a token the same bits whatever other tokens the call has.
 
-x [M, K]; w_gate, w_up and w_down [N, K]; b_gate and b_up [N], b_down [K]. ``compression`` is 2, 4 or 8, ``strategy``
-"auto", "dense", "row" or "union". ``screen`` goes with "union", and with "auto" for a ``site`` that is new;
-``invariant`` goes with "auto" and "row". Without ``site`` "auto" keeps nothing, and on a CPU it is dense.
-``activation`` and ``threshold`` are the layer's. y is [M, K]; of ``ffn_aux`` l1 is 0-d float32 and nonzeros 0-d int64,
-both over all tokens.
+x [M, K]; w_gate, w_up and w_down [N, K]; b_gate and b_up [N], b_down [K]. With a given ``gate`` [M, N], before its
+activation, there is neither w_gate nor b_gate, and without w_up neither x nor b_up.
+
+Weights in e4m3 have float32 scales: gate_scale and up_scale [N], down_scale [K]. Then x is e4m3 with x_scale [M], or
+bfloat16, which is quantised per token or by a static x_scale [1]. K is a multiple of 16, biases and y are bfloat16, and
+``fast_accum`` says whether tensor cores hold whole sums of the gate, as ``use_fast_accum`` of ``torch._scaled_mm``.
+
+``compression`` is 2, 4 or 8, ``strategy`` "auto", "dense", "row" or "union". ``screen`` goes with "union", and with
+"auto" for a ``site`` that is new; ``invariant`` goes with "auto" and "row". Without ``site`` "auto" keeps nothing, and
+on a CPU it is dense. ``activation`` and ``threshold`` are the layer's. y is [M, K]; of ``ffn_aux`` l1 is 0-d float32
+and nonzeros 0-d int64, both over all tokens.
 """
 
 import functools
@@ -28,22 +34,31 @@ from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
-from twell.ops import decode, dense, screened, union
-from twell.ops.gate_pack import gate_on_cpu, pack, scratch
+from twell.ops import decode, dense, e4m3, screened, union
+from twell.ops.gate_pack import gate_on_cpu, pack
 from twell.ops.library import (
     ACTIVATION,
     LAYER,
+    STORED_DTYPES,
+    WIDE_DTYPES,
     Implementation,
     Shape,
     are_rows,
+    check,
     check_layer,
+    check_matrix,
+    check_rank,
     has_rows,
     laid,
+    laid_bias,
     new,
+    readable_down,
     register,
+    rows,
 )
-from twell.ops.operands import Form, Operands, Views, has_thresholds, opened, present
-from twell.ops.pack import stats_shape
+from twell.ops.operands import Form, Layer, Operands, Place, Views, has_thresholds, opened, present
+from twell.ops.pack import pack_gate, stats_shape
+from twell.ops.pack import shapes as packed_shapes
 from twell.ops.slices import Added, is_sliced, require_sliceable
 from twell.ops.up_down import behind_on_cpu, counters, multiply
 from twell.strategy.known import Memory, Run, remember
@@ -59,80 +74,121 @@ _Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 def _run(
     sparse: Callable[..., _Counted],
     one_pass: Callable[..., Tensor | None],
-    layer: Operands,
+    layer: Layer,
     compression: int,
     activation: Activation,
     route: Route,
     totals: bool,
+    fast: bool,
 ) -> _Totals:
-    """Compute the layer as ``route`` says; ``sparse`` and ``one_pass`` are the sparse strategies of its device."""
+    """Compute the layer, w_down [K, N], as ``route`` says, by the sparse strategies of its device."""
+    measurement = route.measurement
     if activation.k:
         # the screen chooses no gates
         route = route._replace(screen=False)
     if route.strategy == "dense":
-        return dense.totalled(*opened(layer, activation), route.measurement, totals)
-    own = one_pass(layer, activation, route)
+        if not layer.scaled:
+            operands, activation = opened(layer.operands, activation)
+            return dense.totalled(operands, layer.gate, activation, measurement, totals)
+        y, gate = e4m3.dense(layer, activation, fast)
+        if measurement is not None and gate is not None:
+            measurement.dense(gate, activation.level(gate.dtype))
+        return y, None, None
+    own = one_pass(layer, activation, route, fast)
     if own is not None and not totals:
         return own, None, None
-    require_sliceable(len(layer.w_gate), activation)
-    y, l1, stats, unions, candidates = _by_slices(sparse, layer, compression, activation, route, totals)
+    require_sliceable(layer.w_down.shape[1], activation)
+    found = _by_slices(sparse, layer, compression, activation, route, totals or measurement is not None, fast)
+    y, l1, stats, unions, candidates = found
     # the same y, whether its figures are wanted or not
     y = y if own is None else own
-    if not totals and route.measurement is None:
+    if not totals and measurement is None:
         return y, None, None
     counts = stats.select(2, 0)
     nonzeros = counts.sum()
-    if route.measurement is not None:
-        if candidates is None:
-            candidates = screened.wanted(route.measurement, layer, activation)
+    if measurement is not None:
+        if candidates is None and layer.plain:
+            candidates = screened.wanted(measurement, layer.operands, activation)
         # a row of stats has 8 tokens
-        route.measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
+        measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
     return y, l1.sum() if totals else None, nonzeros
 
 
-def _takes_one_pass(layer: Operands, activation: Activation, route: Route, family: str) -> bool:
+def _takes_one_pass(layer: Layer, activation: Activation, route: Route, family: str, fast: bool = True) -> bool:
     """Whether a layer of few tokens runs in one pass over its weights (``ops.decode``), which counts nothing."""
-    if activation.k or route.screen or route.invariant:
+    if layer.gate is not None or activation.k or route.screen or route.invariant or not (fast or layer.plain):
         return False
     x, kind = layer.x, "plain" if layer.w_up is None else "gated"
-    return tuning.decode(x.dtype, math.prod(x.shape[:-1]), x.shape[-1], kind, family) is not None
+    dtype = torch.float8_e4m3fn if layer.scaled else x.dtype
+    return tuning.decode(dtype, math.prod(x.shape[:-1]), x.shape[-1], kind, family) is not None
 
 
-def _one_pass_on_cpu(layer: Operands, activation: Activation, route: Route) -> Tensor | None:
-    """The layer as a GPU computes it in one pass, w_down [K, N]; None of one that it does not."""
-    if not _takes_one_pass(layer, activation, route, specs.SM90):
+def _one_pass_on_cpu(layer: Layer, activation: Activation, route: Route, fast: bool) -> Tensor | None:
+    """The layer as a GPU computes it in one pass; None of one that it does not."""
+    if not _takes_one_pass(layer, activation, route, specs.SM90, fast):
         return None
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    if layer.scaled:
+        return e4m3.on_cpu(layer, activation, True)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.operands
     gate = gate_on_cpu(x, w_gate, b_gate, activation)
     return behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, True)[0]
 
 
-def _one_pass_on_cuda(layer: Operands, activation: Activation, route: Route) -> Tensor | None:
-    """The layer of few tokens in one pass, w_down [K, N]; None of one that takes more."""
-    if not _takes_one_pass(layer, activation, route, tuning.family(layer.x.device.index)):
+def _one_pass_on_cuda(layer: Layer, activation: Activation, route: Route, fast: bool) -> Tensor | None:
+    """The layer of few tokens in one pass; None of one that takes more."""
+    if not _takes_one_pass(layer, activation, route, tuning.family(layer.w_down.device.index), fast):
         return None
-    given = laid(layer)
-    y = allocate(layer.x, tuple(layer.x.shape), contiguous(layer.x.shape), layer.x.dtype)
-    _few(Form.of(given), activation)(*present((*given, y)))
+    given = _laid(layer)
+    y = allocate(layer.w_down, *_place_of_y(layer))
+    _few(Form.of((*given, None)), activation)(*present(given), y)
     return y
+
+
+def _place_of_y(layer: Layer) -> Place:
+    shape = (len(layer.gate), len(layer.w_down)) if layer.x is None else tuple(layer.x.shape)
+    return shape, contiguous(shape), torch.bfloat16 if layer.scaled else layer.w_down.dtype
+
+
+def _laid(layer: Layer) -> Layer:
+    """``layer``, w_down [K, N], with copies of the operands that kernels cannot read in place."""
+    if layer.scaled:
+        return e4m3.laid(layer)
+    if layer.gate is None:
+        return Layer(*laid(layer.operands))
+    _, _, w_up, w_down, _, b_up, b_down = layer.operands
+    x, up, b_up = (None, None, None) if w_up is None else (rows(layer.x), rows(w_up), laid_bias(b_up))
+    return Layer(x, None, up, readable_down(w_down), None, b_up, laid_bias(b_down), rows(layer.gate))
+
+
+def _program(form: Form, fast: bool) -> tuple[Program, Views, View | None, View | None, View]:
+    """A program, views of its layer, of a given gate and of the screen's bias, and y."""
+    p, given = form.program()
+    *operands, firing = given
+    layer = Layer(*operands)
+    if layer.scaled:
+        views = e4m3.views(p, layer, fast)
+    else:
+        views = Views(None if layer.x is None else layer.x.matrix(), *layer[1:7])
+    shape = (layer.gate.shape[0], views.w_down.shape[0]) if layer.x is None else layer.x.shape
+    return p, views, layer.gate, firing, p.operand(tuning.stored(views.w_down.dtype), *shape).matrix()
 
 
 @kept
 def _few(form: Form, activation: Activation) -> Executable:
     """What runs a layer in one pass, into y."""
-    p, (x, *weights) = form.program()
-    decode.launch(p, Views(x.matrix(), *weights), p.operand(x.dtype, *x.shape).matrix(), activation)
+    p, layer, _, _, y = _program(form, True)
+    decode.launch(p, layer, y, activation)
     return p.compiled()
 
 
-def _by_slices(sparse: Callable[..., _Counted], layer: Operands, *how: Any) -> _Counted:
+def _by_slices(sparse: Callable[..., _Counted], layer: Layer, *how: Any) -> _Counted:
     """``sparse`` for any number of neurons, w_down [K, N]."""
-    if not is_sliced(n := len(layer.w_gate)):
+    if not layer.plain or not is_sliced(n := len(layer.w_gate)):
         return sparse(layer, *how)
     y = torch.empty_like(layer.x, memory_format=torch.contiguous_format)
     added, figures = Added(y, layer.b_down), []
     for first, last in geometry.neuron_slices(n):
-        found = sparse(layer.neurons(first, last, by_columns=True), *how)
+        found = sparse(Layer(*layer.operands.neurons(first, last, by_columns=True)), *how)
         added.add(found[0])
         figures.append(found[1:])
     added.store()
@@ -145,45 +201,48 @@ def _by_slices(sparse: Callable[..., _Counted], layer: Operands, *how: Any) -> _
     return y, torch.stack([own.sum() for own in l1]), torch.cat(stats, 1), unions, candidates
 
 
-def _chosen(layer: Operands, activation: Activation, route: Route, site: Tensor | None) -> Route:
-    """The route of a call of the operators, by costs where it is "auto"."""
+def _chosen(layer: Layer, activation: Activation, route: Route, site: Tensor | None) -> Route:
+    """The route of a call of the operators, by costs where it is "auto"; w_down is [N, K]."""
     if route.strategy != "auto":
         return route
+    tokens = layer.x
+    if tokens is None:
+        # what has its shape
+        tokens = layer.gate[:, :1].expand(len(layer.gate), layer.w_down.shape[1])
+    n, gated, training, copied, merged, one_pass = _asked_by(layer, activation)
     if site is None:
-        x, w_gate, w_up, w_down, *_ = layer
-        copied = not are_rows(w_down.shape, w_down.stride())
-        return without_site(x, w_gate.shape[0], w_up is not None, False, copied, not activation.k)
-    return site_of(site, route.screen).begin(layer.x, *_asked_by(layer, activation))
+        return without_site(tokens, n, gated, training, copied, one_pass, layer.scaled)
+    found = site_of(site, route.screen).begin(tokens, n, gated, training, copied, merged, one_pass, layer.scaled)
+    # a site that others share may know the screen
+    return found if layer.plain else found._replace(screen=False)
 
 
-def _asked_by(layer: Operands, activation: Activation) -> tuple[int, bool, bool, bool, bool, bool]:
+def _asked_by(layer: Layer, activation: Activation) -> tuple[int, bool, bool, bool, bool, bool]:
     """What a site is asked by, after x: w_down is [N, K]."""
-    _, w_gate, w_up, w_down, *_ = layer
-    return (
-        w_gate.shape[0],
-        w_up is not None,
-        False,
-        not are_rows(w_down.shape, w_down.stride()),
-        dense.is_merged(layer),
-        not activation.k,
-    )
+    copied = not layer.scaled and not are_rows(layer.w_down.shape, layer.w_down.stride())
+    merged = layer.plain and dense.is_merged(layer.operands)
+    one_pass = layer.gate is None and not activation.k
+    return layer.w_down.shape[0], layer.w_up is not None, False, copied, merged, one_pass
 
 
 @nvtx.marked(
     lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
 )
-def on_cuda(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Totals:
+def on_cuda(
+    layer: Layer, compression: int, activation: Activation, route: Route, totals: bool, fast: bool = True
+) -> _Totals:
     """The operators on the current device, for a call with a route; l1 and nonzeros are for ``totals``.
 
     w_down is [K, N], and x may have any leading dimensions.
     """
-    return _run(_sparse_on_cuda, _one_pass_on_cuda, layer, compression, activation, route, totals)
+    return _run(_sparse_on_cuda, _one_pass_on_cuda, layer, compression, activation, route, totals, fast)
 
 
 @functools.lru_cache(256)
 def _asked(
     gated: bool,
     dtype: torch.dtype,
+    plain: bool,
     compression: int,
     strategy: str,
     imposed: str,
@@ -193,11 +252,33 @@ def _asked(
     invariant: bool,
 ) -> tuple[Activation, Route]:
     """The activation and the route that a call's arguments ask for; ValueError if they contradict each other."""
-    activation = activation_of(name, threshold, gated, top_k=True)
+    if screen and not plain:
+        raise ValueError("screen must be False with a given gate or e4m3 weights, got True")
+    activation = activation_of(name, threshold, gated, top_k=plain)
     route = routed(Facts("ffn", strategy, invariant, screen=screen, imposed=imposed))
     activation.level(dtype)
     geometry.words_per_tile(compression)
     return activation, route
+
+
+def _check(layer: Layer, invariant: bool, totals: bool) -> None:
+    """Raise unless the operands fit each other, w_down [N, K], and the operators compute what is asked of them."""
+    if layer.scaled:
+        if totals:
+            raise NotImplementedError("ffn_aux takes weights of 16 bits, got scales of e4m3 ones")
+        e4m3.check_layer(layer)
+        return
+    for name in ("x_scale", "gate_scale", "up_scale"):
+        if getattr(layer, name) is not None:
+            raise ValueError(f"{name} must be None without down_scale, got a tensor")
+    if layer.gate is not None:
+        if invariant:
+            raise NotImplementedError("invariant=True goes with a gate that the layer computes, got a given one")
+        check_given(layer)
+    elif layer.x is None or layer.w_gate is None:
+        raise ValueError("x and w_gate must be given without a gate, got None")
+    else:
+        check_layer(*layer.operands)
 
 
 def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) -> list[Implementation]:
@@ -207,25 +288,27 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
     """
 
     def run(totals: bool, *arguments: Any) -> _Totals:
-        layer, (compression, strategy, site, *how) = Operands(*arguments[:7]), arguments[7:]
-        on = layer.x.device
+        compression, strategy, site, *how = arguments[7:14]
+        layer, fast = Layer(*arguments[:7], *arguments[14:19]), arguments[19]
+        on, plain = layer.w_down.device, layer.plain
         imposed = imposed_on_call(on.type, on.index) if strategy == "auto" else ""
-        activation, route = _asked(layer.w_up is not None, layer.x.dtype, compression, strategy, imposed, *how)
-        check_layer(*layer)
+        stored = torch.bfloat16 if layer.scaled else layer.w_down.dtype
+        activation, route = _asked(layer.w_up is not None, stored, plain, compression, strategy, imposed, *how)
+        _check(layer, how[3], totals)
         if compute is None:
-            x = layer.x
-            return x.new_empty(x.shape), x.new_empty((), dtype=torch.float32), x.new_empty((), dtype=torch.int64)
+            y = layer.w_down.new_empty(_place_of_y(layer._replace(w_down=layer.w_down.t()))[0], dtype=stored)
+            return y, y.new_empty((), dtype=torch.float32), y.new_empty((), dtype=torch.int64)
         if capturing := _modes.capturing(layer.w_down):
             _memory.note_capture(layer.w_down)
         route = _chosen(layer, activation, route, site)
-        if remembers and not totals and not capturing:
+        if remembers and plain and not totals and not capturing:
             y = _settled(layer, arguments, activation, route)
             if y is not None:
                 return y, None, None
-        return compute(layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals)
+        return compute(layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals, fast)
 
     def ffn(*arguments: Any) -> Tensor:
-        y = _by_known(arguments) if remembers else None
+        y = _by_known(arguments) if remembers and arguments[14] is arguments[18] is None else None
         return run(False, *arguments)[0] if y is None else y
 
     def ffn_aux(*arguments: Any) -> _Totals:
@@ -244,7 +327,7 @@ def _kind(arguments: Sequence[Any], site: AutoStrategy | None) -> tuple[Memory, 
     """Where calls with such arguments of the schema may be known, and as what."""
     x, w_gate, w_up, _, b_gate, b_up, b_down = arguments[:7]
     absent = w_up is None, b_gate is None, b_up is None, b_down is None
-    kind = x.shape, x.dtype, x.device.index, w_gate.shape, absent, arguments[7:9], arguments[10:]
+    kind = x.shape, x.dtype, x.device.index, w_gate.shape, absent, arguments[7:9], arguments[10:14]
     # sites are of one layer, and have a memory each
     return _named() if site is None else site.known, kind
 
@@ -271,13 +354,13 @@ def _by_known(arguments: Sequence[Any]) -> Tensor | None:
     return y
 
 
-def _settled(layer: Operands, arguments: Sequence[Any], activation: Activation, route: Route) -> Tensor | None:
+def _settled(layer: Layer, arguments: Sequence[Any], activation: Activation, route: Route) -> Tensor | None:
     """y of a call by ``route``, whose kind is known then; None of one that cannot be."""
     weight, auto = arguments[9], arguments[8] == "auto"
     site = found(weight) if auto and weight is not None else None
     if nvtx.ON or route.measurement is not None or (auto and site is None) or torch.is_autocast_enabled("cuda"):
         return None
-    turned = layer._replace(w_down=layer.w_down.t())
+    turned = layer.operands._replace(w_down=layer.w_down.t())
     run = inference_of(turned, arguments[7], activation, route, merged=True)
     y = None if run is None else run(*turned)
     if run is not None and y is not None:
@@ -285,51 +368,62 @@ def _settled(layer: Operands, arguments: Sequence[Any], activation: Activation, 
     return y
 
 
-def _sparse_on_cpu(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    gate = gate_on_cpu(x, w_gate, b_gate, activation)
-    behind = x, w_up, w_down.t(), b_up, b_down, activation, route.strategy == "union"
-    return *behind_on_cpu(gate, *behind), None
+def _sparse_on_cpu(layer: Layer, compression: int, activation: Activation, route: Route, *_: Any) -> tuple[Any, ...]:
+    by_union = route.strategy == "union"
+    if layer.scaled:
+        return e4m3.on_cpu(layer, activation, by_union), None, None, None, None
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.operands
+    if layer.gate is None:
+        gate = gate_on_cpu(x, w_gate, b_gate, activation)
+    else:
+        gate = activation.after(layer.gate, inplace=False)
+    return *behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, by_union), None
 
 
 @kept
 def _pass(
-    form: Form, route: str, compression: int, activation: Activation, counted: bool
+    form: Form, route: str, compression: int, activation: Activation, counted: bool, fast: bool
 ) -> tuple[Executable, tuple[Shape, ...]]:
     """What runs a sparse ``route``, and the shapes of its figures: operands behind y if ``counted``, else scratch."""
-    p, (x, *weights, firing) = form.program()
-    layer = Views(x.matrix(), *weights)
-    (m, k), n = layer.x.shape, layer.w_gate.shape[0]
+    p, layer, gate, firing, y = _program(form, fast)
+    m, n = y.shape[0], layer.w_down.shape[1]
     shapes: tuple[Shape, ...]
     if route == SCREENED:
-        shapes = screened.shapes(layer.x, n)
+        shapes = screened.shapes(y, n)[1:]
     elif route == "union":
-        shapes = union.shapes(layer.x, n)
+        shapes = union.shapes(y, n)[1:]
     else:
-        shapes = (x.dtype, m, k), (torch.float32, m), stats_shape(m, n)
+        shapes = (torch.float32, m), stats_shape(m, n)
     place = p.operand if counted else p.scratch
-    results: Any = p.operand(x.dtype, *x.shape).matrix(), *(place(*shape) for shape in shapes[1:])
-    how = layer, results, compression, activation
+    results: Any = y, *(place(*shape) for shape in shapes)
     if route == SCREENED:
-        screened.launches(p, layer, firing, *how[1:])
+        screened.launches(p, layer, firing, results, compression, activation)
     elif route == "union":
-        union.launches(p, *how)
+        union.launches(p, layer, gate, results, compression, activation)
     else:
-        _by_row(p, *how, route == "row+invariant")
-    return p.compiled(), shapes[1:]
+        _by_row(p, layer, gate, results, compression, activation, route == "row+invariant")
+    return p.compiled(), shapes
 
 
 def _by_row(
-    p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation, invariant: bool
+    p: Program,
+    layer: Views,
+    gate: View | None,
+    results: Sequence[View],
+    compression: int,
+    activation: Activation,
+    invariant: bool,
 ) -> None:
-    """Strategy "row"."""
+    """Strategy "row"; a ``gate`` is given, or computed."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     y, l1, stats = results
-    words, spill = scratch(p, x, x.shape[0], w_gate, compression)
-    how = compression, activation
-    counted = counters(p, x, w_up is not None, invariant)
-    zeroed = pack(p, x, w_gate, b_gate, words, spill, stats, *how, invariant, counted)
-    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, *how, zeroed, stats)
+    words, spill, _ = (p.scratch(*shape) for shape in packed_shapes(y.dtype, y.shape[0], w_down.shape[1], compression))
+    counted, packed = counters(p, y if x is None else x, w_up is not None, invariant), (words, spill, stats)
+    if gate is None:
+        zeroed = pack(p, x, w_gate, b_gate, *packed, compression, activation, invariant, counted)
+    else:
+        zeroed = pack_gate(p, gate, *packed, compression, activation, counted)
+    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, compression, activation, zeroed, stats)
 
 
 def inference_of(
@@ -341,7 +435,7 @@ def inference_of(
     """
     x = layer.x
     family = tuning.family(x.device.index)
-    one_pass = route.strategy != "dense" and _takes_one_pass(layer, activation, route, family)
+    one_pass = route.strategy != "dense" and _takes_one_pass(Layer(*layer), activation, route, family)
     if is_sliced(len(layer.w_gate)) and route.strategy != "dense" and not one_pass:
         return None
     if has_thresholds(layer.b_gate, len(layer.w_gate)) and (route.screen or route.strategy == "dense"):
@@ -355,11 +449,8 @@ def inference_of(
         return None
     if route.screen:
         screened.require(x.device, "torch.ops.twell.ffn with screen=True")
-    if one_pass:
-        run = _few(Form.of(layer), activation)
-    else:
-        form = Form.of((*layer, layer.b_gate if route.screen else None))
-        run, _ = _pass(form, route.name, compression, activation, False)
+    form = Form.of((*Layer(*layer), layer.b_gate if route.screen else None))
+    run = _few(form, activation) if one_pass else _pass(form, route.name, compression, activation, False, True)[0]
     place, screen = (tuple(x.shape), contiguous(x.shape), x.dtype), route.screen
 
     def inference(*operands: Any) -> Tensor | None:
@@ -369,25 +460,53 @@ def inference_of(
     return inference
 
 
-def _sparse_on_cuda(layer: Operands, compression: int, activation: Activation, route: Route, totals: bool) -> _Counted:
-    x, firing = layer.x, None
-    if not x.numel():
-        stats = x.new_zeros((1, 1, 2), dtype=torch.int32)
-        return x.new_empty(x.shape), x.new_zeros(1, dtype=torch.float32), stats, None, None
+def _sparse_on_cuda(
+    layer: Layer, compression: int, activation: Activation, route: Route, counted: bool, fast: bool
+) -> _Counted:
+    like, firing = layer.w_down, None
+    if layer.scaled and tuning.family(like.device.index) != specs.SM90:
+        raise NotImplementedError('e4m3 weights have sparse kernels for sm_90a alone; strategy="dense" runs everywhere')
+    y = allocate(like, *_place_of_y(layer))
+    if not y.numel():
+        stats = like.new_zeros((1, 1, 2), dtype=torch.int32)
+        return y, like.new_zeros(1, dtype=torch.float32), stats, None, None
     if route.screen:
-        screened.require(x.device, "torch.ops.twell.ffn with screen=True")
+        screened.require(like.device, "torch.ops.twell.ffn with screen=True")
         firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
-    given = *laid(layer), firing
-    counted = totals or route.measurement is not None
-    run, shapes = _pass(Form.of(given), route.name, compression, activation, counted)
-    y = allocate(x, tuple(x.shape), contiguous(x.shape), x.dtype)
-    figures = new(x, shapes) if counted else []
+    given = *_laid(layer), firing
+    run, shapes = _pass(Form.of(given), route.name, compression, activation, counted, fast)
+    figures = new(like, shapes) if counted else []
     run(*present(given), y, *figures)
     return y, *figures, *[None] * (4 - len(figures))
 
 
-_CHOICES = "bool screen=False, bool invariant=False"
-_ARGUMENTS = f"{LAYER}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}"
+def check_given(layer: Layer, wide: bool = False) -> None:
+    """Raise unless the operands behind a given gate fit each other and it."""
+    gate, x, w_up, w_down, b_up, b_down = layer.gate, layer.x, layer.w_up, layer.w_down, layer.b_up, layer.b_down
+    check_rank("gate", gate)
+    for name in ("w_gate", "b_gate", *(("x", "b_up") if w_up is None else ())):
+        if getattr(layer, name) is not None:
+            said = "without w_up" if name in ("x", "b_up") else "with a given gate"
+            raise ValueError(f"{name} must be None {said}, got a tensor")
+    if w_up is None:
+        check_matrix("w_down", w_down, WIDE_DTYPES if wide else STORED_DTYPES)
+        if b_down is not None:
+            check("b_down", b_down, w_down.shape[1:], w_down.dtype)
+    else:
+        if x is None:
+            raise ValueError("x must be given with w_up, got None")
+        check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, wide=wide)
+    m = gate.shape[0] if x is None else x.shape[0]
+    check("gate", gate, (m, w_down.shape[0]), w_down.dtype)
+
+
+_OPERANDS = LAYER.replace("Tensor x, Tensor w_gate", "Tensor? x, Tensor? w_gate")
+_CHOICES = "bool screen=False, bool invariant=False, Tensor? gate=None"
+_SCALES = "Tensor? x_scale=None, Tensor? gate_scale=None, Tensor? up_scale=None, Tensor? down_scale=None"
+_ARGUMENTS = (
+    f"{_OPERANDS}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}, {_SCALES}, "
+    "bool fast_accum=True"
+)
 
 _on_cuda = _operators(on_cuda, remembers=True)
 # ``ffn`` of plain tensors without gradients, for which ``library.is_direct`` holds, with all arguments of the schema

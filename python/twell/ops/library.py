@@ -117,8 +117,8 @@ def on_device(implementation: Implementation) -> Implementation:
 
     def on_device(*arguments: Any) -> Any:
         first = arguments[0]
-        # ``up_down`` may have None for x
-        index = (arguments[1] if first is None else first).device.index
+        # x may be absent
+        index = (first if first is not None else next(filter(_is_tensor, arguments))).device.index
         if index == torch.cuda.current_device():
             # the context costs 2 us
             return implementation(*arguments)
@@ -126,6 +126,10 @@ def on_device(implementation: Implementation) -> Implementation:
             return implementation(*arguments)
 
     return on_device
+
+
+def _is_tensor(argument: Any) -> bool:
+    return isinstance(argument, Tensor)
 
 
 def _range_of(overload: torch._ops.OpOverload, phase: str | None) -> Callable[..., nvtx.Context]:

@@ -62,6 +62,41 @@ class Operands(NamedTuple):
         return False
 
 
+class Layer(NamedTuple):
+    """What ``ffn`` takes: the ``Operands``, or a given gate in place of the first projection, and scales.
+
+    A given ``gate`` [M, N] stands before its activation, and there is neither w_gate nor b_gate; without w_up there is
+    no x either. Weights in e4m3 have float32 scales of their rows, gate_scale and up_scale [N], and w_down of its
+    columns, down_scale [K]. Then x is e4m3 with x_scale [M], or bfloat16: x_scale [1] is a static scale for all of it.
+    """
+
+    x: Any
+    w_gate: Any
+    w_up: Any
+    w_down: Any
+    b_gate: Any = None
+    b_up: Any = None
+    b_down: Any = None
+    gate: Any = None
+    x_scale: Any = None
+    gate_scale: Any = None
+    up_scale: Any = None
+    down_scale: Any = None
+
+    @property
+    def operands(self) -> Operands:
+        return Operands(*self[:7])
+
+    @property
+    def scaled(self) -> bool:
+        return self.down_scale is not None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is of 16 bits, with a gate that it computes."""
+        return self.gate is None and self.down_scale is None
+
+
 class Gradients(NamedTuple):
     """For each of the ``Operands`` its gradient, of its shape; None where none is wanted.
 
@@ -152,8 +187,8 @@ def launched(matrix: View | Scaled | None, scaled: bool = False) -> tuple[View |
 
 def opened(layer: Operands, activation: Activation) -> tuple[Operands, Activation]:
     """A layer with its biases alone, and the activation with the thresholds that lay behind those of the gate."""
-    b_gate, n = layer.b_gate, len(layer.w_gate)
-    if b_gate is None or not has_thresholds(b_gate, n):
+    b_gate = layer.b_gate
+    if b_gate is None or not has_thresholds(b_gate, n := len(layer.w_gate)):
         return layer, activation
     if activation.k:
         raise ValueError('b_gate must have no thresholds behind the biases with activation "topk", got some')

@@ -22,8 +22,8 @@ from twell.ops import hybrid
 from twell.ops.gate_pack import pack
 from twell.ops.library import Shape, bias_view, down_rows
 from twell.ops.operands import Scaled, Views, launched
+from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
-from twell.ops.pack import stats_shape
 
 # words, spill and stats
 Packed = tuple[View, View, View]
@@ -88,11 +88,17 @@ def by_slices(
         p.launch(tuning.gathered(down.dtype, 0, family=family), None, *rows, None, None, down_bias, *pattern, *out)
 
 
-def launches(p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation) -> None:
-    """Launch the layer on slices of its tokens."""
+def launches(
+    p: Program, layer: Views, gate: View | None, results: Sequence[View], compression: int, activation: Activation
+) -> None:
+    """Launch the layer on slices of its tokens; a ``gate`` [M, N] is given, before its activation, or computed."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
 
     def pack_slice(first: int, last: int, packed: Packed) -> None:
-        pack(p, x.part(first, last), w_gate, b_gate, *packed, compression, activation)
+        if gate is None:
+            pack(p, x.part(first, last), w_gate, b_gate, *packed, compression, activation)
+        else:
+            pack_gate(p, gate.part(first, last), *packed, compression, activation)
 
-    by_slices(p, (x, w_up, w_down, b_up, b_down), pack_slice, results, compression, activation)
+    behind = results[0] if x is None else x, w_up, w_down, b_up, b_down
+    by_slices(p, behind, pack_slice, results, compression, activation)

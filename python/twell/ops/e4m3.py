@@ -1,0 +1,195 @@
+"""Layers of e4m3 weights with scales: checks, how operands are laid, and products of ``torch._scaled_mm``.
+
+x is bfloat16 and quantised per token by the first kernel, or by the one scale of a static ``x_scale`` [1]; or it is
+e4m3 with a scale for each token. The formula is that of ``twell.float8``. "dense" has the hidden state quantised per
+token between its products.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from twell import float8, tuning
+from twell._activation import RELU, Activation, threshold_pair
+from twell._runtime import device, geometry, specs
+from twell._runtime.log import warn_once
+from twell._runtime.program import Program, View
+from twell.float8 import E4M3, Float8
+from twell.ops.library import check, check_rank, has_rows, laid_bias, transpose
+from twell.ops.operands import Layer, Scaled, Views, run
+
+# What values of rows, and products of ``torch._scaled_mm``, are multiples of.
+MULTIPLE = 16
+SCALES = ("x_scale", "gate_scale", "up_scale", "down_scale")
+# Bytes over which a matrix may be spread: kernels find rows by 32-bit offsets of 16 bytes.
+_REACH = 16 << 32
+
+
+def check_layer(layer: Layer) -> None:
+    """Raise unless the operands fit each other; w_down is [N, K]."""
+    if layer.gate is not None:
+        raise NotImplementedError("e4m3 weights go with a gate that the layer computes, got a given one")
+    for name, needed in (("x", layer.x), ("w_gate", layer.w_gate), ("gate_scale", layer.gate_scale)):
+        if needed is None:
+            raise ValueError(f"{name} must be given with e4m3 weights, got None")
+    for name, matrix in (("x", layer.x), ("w_gate", layer.w_gate), ("w_up", layer.w_up), ("w_down", layer.w_down)):
+        if matrix is not None:
+            check_rank(name, matrix)
+    k, n = layer.x.shape[1], layer.w_gate.shape[0]
+    if k % MULTIPLE or n % geometry.STATS_ROWS or not 0 < k <= specs.K_CLASSES[-1] or not 0 < n <= geometry.MAX_NEURONS:
+        limits = f"K a multiple of 16 up to {specs.K_CLASSES[-1]}, N one of 8 up to {geometry.MAX_NEURONS}"
+        raise ValueError(f"e4m3 weights must have {limits}, got K = {k}, N = {n}")
+    check_scaled(layer)
+    for name, bias, length in (("b_gate", layer.b_gate, n), ("b_up", layer.b_up, n), ("b_down", layer.b_down, k)):
+        if bias is not None:
+            check(name, bias, (length,), torch.bfloat16)
+
+
+def check_scaled(layer: Any) -> None:
+    """Raise unless x, the weights and their scales fit each other, of a ``Layer`` or of experts [E, ...]."""
+    (m, k), (*lead, n, _) = layer.x.shape, layer.w_gate.shape
+    if layer.x.dtype == E4M3:
+        if layer.x_scale is None:
+            raise ValueError("x_scale must be given with an e4m3 x, got None")
+        check("x_scale", layer.x_scale, (m,), torch.float32)
+    elif layer.x.dtype != torch.bfloat16:
+        raise TypeError(f"x must be bfloat16, or e4m3 with scales, got {layer.x.dtype}")
+    elif layer.x_scale is not None:
+        check("x_scale", layer.x_scale, (1,), torch.float32)
+    if (layer.w_up is None) != (layer.up_scale is None):
+        raise ValueError("w_up and up_scale must be given together, got one of them")
+    for name, weight, scale, length in (
+        ("gate", layer.w_gate, layer.gate_scale, n),
+        ("up", layer.w_up, layer.up_scale, n),
+        ("down", layer.w_down, layer.down_scale, k),
+    ):
+        if weight is not None and scale is not None:
+            check(f"w_{name}", weight, (*lead, n, k), E4M3)
+            check(f"{name}_scale", scale, (*lead, length), torch.float32)
+
+
+def tokens_of(x: Tensor, scale: Tensor | None) -> Float8:
+    """x in e4m3, by PyTorch's own operators: as it is, or quantised, by a static scale if one is given."""
+    return Float8(x, scale) if x.dtype == E4M3 and scale is not None else float8.quantize_tokens(x, scale)
+
+
+def _weights(layer: Layer) -> tuple[Float8, Float8 | None, Float8, float8.Biases]:
+    """Gate, up and down [K, N] as records, and the biases."""
+    up = None if layer.w_up is None else Float8(layer.w_up, layer.up_scale)
+    down = Float8(layer.w_down, layer.down_scale)
+    return Float8(layer.w_gate, layer.gate_scale), up, down, (layer.b_gate, layer.b_up, layer.b_down)
+
+
+def on_cpu(layer: Layer, activation: Activation, rounded: bool) -> Tensor:
+    """y of a sparse strategy; ``rounded``: whether h is."""
+    tokens = tokens_of(layer.x, layer.x_scale)
+    return float8.formula(tokens, *_weights(layer), activation, torch.float32, rounded).bfloat16()
+
+
+def laid(layer: Layer) -> Layer:
+    """The operands, w_down [K, N], as programs take them: values as bytes, with rows that kernels read in place."""
+    x, w_gate, w_up, w_down, *biases = layer[:7]
+    rows = _readable("x", x), _readable("w_gate", w_gate), None if w_up is None else _readable("w_up", w_up)
+    scales: Any = {name: laid_bias(getattr(layer, name)) for name in SCALES}
+    return Layer(*rows, _readable("w_down", w_down.t()).t(), *map(laid_bias, biases), **scales)
+
+
+def _readable(name: str, matrix: Tensor) -> Tensor:
+    """A matrix with aligned rows, e4m3 values as bytes; a copy of one that lies otherwise."""
+    if matrix.dtype == E4M3:
+        matrix = matrix.view(torch.uint8)
+    near = matrix.shape[0] * matrix.stride(0) <= _REACH
+    if has_rows(matrix) and matrix.stride(0) * matrix.itemsize % MULTIPLE == 0 and near:
+        return matrix
+    if name == "w_down":
+        warn_once(
+            "the e4m3 down weight is copied at each call: expected the transposed view of contiguous rows [N, K], as "
+            "twell.nn.Float8MLP stores it"
+        )
+    return matrix.clone(memory_format=torch.contiguous_format)
+
+
+def views(p: Program, given: Layer, fast: bool) -> Views:
+    """The layer in a program that begins with tokens in e4m3."""
+    x, w_gate, w_up, w_down, *biases = given[:7]
+    if x.dtype == torch.uint8:
+        tokens = Scaled(x, given.x_scale, fast)
+    else:
+        tokens = Scaled(p.scratch(torch.uint8, *x.shape), p.scratch(torch.float32, x.shape[0]), fast)
+        quantise(p, x, given.x_scale, tokens.values, tokens.scale)
+    up = None if w_up is None else Scaled(w_up, given.up_scale)
+    return Views(tokens, Scaled(w_gate, given.gate_scale), up, Scaled(w_down, given.down_scale), *biases)
+
+
+# Dense products
+
+
+def dense(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Tensor | None]:
+    """y, and on a GPU the gate before its activation; w_down is [K, N]."""
+    if not layer.x.numel():
+        return layer.x.new_empty(layer.x.shape, dtype=torch.bfloat16), None
+    gate, up, down, biases = _weights(layer)
+    if not layer.x.is_cuda:
+        return float8.dense(
+            tokens_of(layer.x, layer.x_scale), gate, up, down, biases, activation, use_fast_accum=fast
+        ), None
+    n = len(layer.w_gate)
+    if n % MULTIPLE or device.capability(layer.x.device.index) != device.SM_90:
+        tokens = tokens_of(layer.x, layer.x_scale)
+        with torch.autocast("cuda", enabled=False):
+            made = float8.gate_of(tokens, gate, biases[0])
+            return float8.dense(tokens, gate, up, down, biases, activation, use_fast_accum=fast), made
+    x, scale = layer.x, None if layer.x_scale is None else laid_bias(layer.x_scale)
+    if x.dtype != E4M3 or scale is None:
+        x, scale = tokens_in_float8(layer.x, scale)
+    else:
+        x = _readable("x", x).view(E4M3)
+    made = product(x, scale, layer.w_gate, layer.gate_scale, layer.b_gate, fast)
+    projected = None
+    if layer.w_up is not None:
+        projected = product(x, scale, layer.w_up, layer.up_scale, layer.b_up, fast)
+    hidden = hidden_in_float8(made, projected, activation)
+    # stored by rows of neurons, and read along neurons here
+    w_down = layer.w_down
+    if not w_down.is_contiguous():
+        w_down = transpose(w_down.t(), w_down.new_empty(w_down.shape))
+    return product(*hidden, w_down, layer.down_scale, layer.b_down, fast), made
+
+
+def product(
+    x: Tensor, x_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None, fast: bool = True
+) -> Tensor:
+    """x @ w^T + bias in bfloat16, of e4m3 values and the scales of their rows; the product is rounded before the bias.
+
+    ``torch._scaled_mm`` takes no bias for some sizes.
+    """
+    matrices = x, w if w.is_contiguous() else w.contiguous()
+    how: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
+    made = torch._scaled_mm(matrices[0], matrices[1].t(), scale_a=x_scale[:, None], scale_b=scale[None], **how)
+    return made if bias is None else made.add_(bias)
+
+
+def hidden_in_float8(gate: Tensor, up: Tensor | None, activation: Activation = RELU) -> tuple[Tensor, Tensor]:
+    """The hidden state of a dense layer in e4m3, and the scales of its rows, from a gate before its activation."""
+    hidden, scale = gate.new_empty(gate.shape, dtype=E4M3), gate.new_empty(len(gate), dtype=torch.float32)
+    run(_quantise_hidden, (gate, up, hidden.view(torch.uint8), scale), activation)
+    return hidden, scale
+
+
+def tokens_in_float8(x: Tensor, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows of x in e4m3, and their scales; one that is ``given`` for all."""
+    x = _readable("x", x)
+    q, scale = x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), dtype=torch.float32)
+    run(quantise, (x, given, q.view(torch.uint8), scale))
+    return q, scale
+
+
+def quantise(p: Program, x: View, given: View | None, q: View, scale: View) -> None:
+    given = p.scratch(torch.float32, 0) if given is None else given
+    p.launch(tuning.quantize_tokens(x.dtype, "tokens"), x, given, q, scale)
+
+
+def _quantise_hidden(p: Program, gate: View, up: View | None, q: View, scale: View, activation: Activation) -> None:
+    spec = tuning.quantize_tokens(gate.dtype, "plain" if up is None else "gated")
+    p.launch(spec, gate, up, q, scale, activation.code(), threshold_pair(activation, gate.dtype))
