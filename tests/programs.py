@@ -24,7 +24,7 @@ def union_layer(layer: Sequence[Any], compression: int = 8, activation: Activati
 
 
 def _union(p: Program, *given: Any) -> None:
-    union.launches(p, Views(*given[:7]), given[7:11], *given[11:])
+    union.launches(p, Views(*given[:7]), None, given[7:11], *given[11:])
 
 
 def screened_layer(layer: Sequence[Any], compression: int = 8, activation: Activation = RELU) -> tuple[Tensor, ...]:

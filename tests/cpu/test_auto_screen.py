@@ -23,7 +23,7 @@ from twell.commands import analyze, sparsity, timing, tune
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
-from twell.ops.operands import Operands
+from twell.ops.operands import Layer
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
 from twell.strategy.costs import Figures, Problem
@@ -111,7 +111,7 @@ def test_a_screened_call_counts_the_lists_that_it_has(monkeypatch: pytest.Monkey
     gpu, noted = fake_gpu.install(monkeypatch), []
     monkeypatch.setattr(Measurement, "counts", lambda self, *figures, **more: noted.append(more["candidates"]))
     measurement = Measurement(AutoStrategy(), problem(), 0, True)
-    layer = Operands(*testing.integer_problem(300, 72, 264))
+    layer = Layer(*testing.integer_problem(300, 72, 264))
     for screen in (True, False):
         route = Route("union", screen=screen, measurement=measurement)
         sys.modules["twell.ops.ffn"].on_cuda(layer._replace(w_down=layer.w_down.t()), 8, RELU, route, False)

@@ -38,7 +38,7 @@ def operands(m: int = M, gated: bool = True, biases: str = "") -> list[Tensor | 
 
 def call(given: list[Tensor | None], strategy: str = "row", weight: Tensor | None = None, **options: Any) -> Tensor:
     named = {"activation": "relu", "threshold": 0.0, "screen": False, "invariant": False, **options}
-    return direct(*given, 8, strategy, weight, *named.values())  # type: ignore[no-any-return]
+    return direct(*given, 8, strategy, weight, *named.values(), *[None] * 5, True)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("strategy", ["row", "union"])

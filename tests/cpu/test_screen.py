@@ -15,7 +15,7 @@ from twell import ops, reference, testing
 from twell._activation import RELU, Activation
 from twell._runtime import device, screen
 from twell.ops import screened
-from twell.ops.operands import Operands
+from twell.ops.operands import Layer
 from twell.strategy.plan import Route
 
 BF16 = torch.bfloat16
@@ -339,7 +339,7 @@ def test_what_screens_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         ops.hybrid_forward(*(None if t is None else t.float() for t in p), 8, 0, screen=True)
     monkeypatch.setattr(device, "capability", lambda index: (8, 9))
     with pytest.raises(NotImplementedError) as refusal:
-        sys.modules["twell.ops.ffn"].on_cuda(Operands(*p), 8, RELU, Route("union", screen=True), False)
+        sys.modules["twell.ops.ffn"].on_cuda(Layer(*p), 8, RELU, Route("union", screen=True), False)
     said = "torch.ops.twell.ffn with screen=True needs compute capability 9.0, got 8.9 on cuda:0"
     assert str(refusal.value) == said
     # tests there are skipped by it

@@ -12,7 +12,7 @@ from twell._activation import RELU
 from twell._runtime import geometry
 from twell.ops import hybrid, screened, slices
 from twell.ops.ffn import _run, _sparse_on_cpu
-from twell.ops.operands import Operands
+from twell.ops.operands import Layer
 from twell.strategy import costs
 from twell.strategy.plan import Route
 from twell.strategy.site import Measurement
@@ -54,24 +54,33 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     t, tokens = layer(140), 140
     t["x"], t["b_up"] = t["x"].relu(), torch.full((N,), -6.0, dtype=torch.bfloat16)
-    wide = Operands(t["x"], t["w_up"], None, t["w_down"], t["b_up"], None, None)
+    wide = Layer(t["x"], t["w_up"], None, t["w_down"], t["b_up"], None, None)
     fires = F.pad(F.linear(t["x"].double(), t["w_up"].double(), t["b_up"].double()) > 0, (0, 0, 0, -tokens % 128))
     expected = fires.view(2, 128, N).any(1).sum(1)
     problem = costs.Problem(tokens, K, N, False, False)
     measurement = Measurement(twell.AutoStrategy(), problem, 0, True)
-    _run(_sparse_on_cpu, lambda *_: None, wide, 8, RELU, Route("union", measurement=measurement), False)
+    _run(_sparse_on_cpu, lambda *_: None, wide, 8, RELU, Route("union", measurement=measurement), False, True)
     candidates = noted[0]["candidates"]
     assert torch.equal(noted[0]["unions"].cpu(), expected)
     assert bool((candidates >= expected).all())
     assert bool((candidates < N).all())
-    _run(_sparse_on_cpu, lambda *_: None, wide, 8, RELU, Route("union", measurement=measurement, screen=True), False)
+    _run(
+        _sparse_on_cpu,
+        lambda *_: None,
+        wide,
+        8,
+        RELU,
+        Route("union", measurement=measurement, screen=True),
+        False,
+        True,
+    )
     assert torch.equal(noted[1]["unions"].cpu(), expected)
     assert torch.equal(noted[1]["candidates"], candidates)
     operands = (t["x"], t["w_up"], None, t["w_down"].t(), t["b_up"], None, None)
     *_, kept = torch.ops.twell.hybrid_forward(*operands, 8, 0, *RELU)
     assert torch.equal(hybrid.unions(kept, t["x"], N, False).cpu(), expected)
     level = RELU._replace(name="fatrelu", threshold=torch.zeros(N, dtype=torch.bfloat16))
-    assert torch.equal(screened.wanted(measurement, wide, level), candidates)
+    assert torch.equal(screened.wanted(measurement, wide.operands, level), candidates)
     for training in (False, True):
         large = costs.Problem(8192, 2304, 262144, False, training)
         figures = costs.Figures(60.0, 0.04)

@@ -22,7 +22,7 @@ from twell.integrations import _vllm_auto, _vllm_kernels, layouts
 from twell.integrations import vllm as plugin
 from twell.integrations._vllm_auto import FIRST_STEPS, Kept, ServedStrategy, watch
 from twell.ops.library import check_layer
-from twell.ops.operands import Operands
+from twell.ops.operands import Layer
 from twell.strategy import site as sites
 from twell.strategy import tables
 from twell.strategy.costs import Figures, Problem
@@ -375,8 +375,8 @@ def test_kernels_are_tried_where_they_will_run(gated: bool, monkeypatch: pytest.
 
     def ffn(*call: Any) -> Any:
         """As the dispatcher has it, which takes these for a CPU's tensors."""
-        layer = Operands(*call[:7])
-        check_layer(*layer)
+        layer = Layer(*call[:7])
+        check_layer(*call[:7])
         route = layouts.route_of({"sparsity_strategy": call[8]})
         layer = layer._replace(w_down=layer.w_down.t())
         return sys.modules["twell.ops.ffn"].on_cuda(layer, call[7], Activation(*call[10:12]), route, False)
