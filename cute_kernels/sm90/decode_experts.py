@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, range_constexpr
 
 from .. import geometry
 from ..common import operands
@@ -134,28 +134,32 @@ class DecodeExperts(decode.Decode):
 
     @cute.jit
     def weigh(self, o: Any, s: Shared, row: Int32, held: Any, at: Place) -> Any:
-        """The sum of the weights by which token `lane` is routed to a tile's expert."""
-        of, weight, expert = held[0], held[1], row >> EXPERT_BITS
+        """The sum of the weights by which token `lane` is routed to a tile's expert, and a bit for each that is."""
+        of, weight, routed = held
+        expert = row >> EXPERT_BITS
         if expert != of:
-            of, weight = expert, Float32(1.0)
+            of, weight, here = expert, Float32(1.0), Boolean(True)
             if expert != o.count:
-                weight = Float32(0.0)
+                weight, here = Float32(0.0), Boolean(False)
                 token = at.lane & (self.tokens - 1)
                 for j in cutlass.range(o.ids.shape[0] // o.x.shape[0], unroll=4):
                     place = j * self.tokens + token
                     own = word(s.experts, geometry.MAX_EXPERTS_OF_TOKEN * self.tokens + place)
                     if word(s.experts, place) == expert:
-                        weight += own.bitcast(Float32)
-        return of, weight
+                        weight, here = weight + own.bitcast(Float32), Boolean(True)
+            routed = Uint32(cute.arch.vote_ballot_sync(here))
+        return of, weight, routed
 
     @cute.jit
-    def weighted_pair(self, o: Any, pair: Uint32, weight: Float32, token: Int32) -> Uint32:
+    def weighted_pair(self, o: Any, pair: Uint32, held: Any, token: Int32) -> Uint32:
         """h of two tokens, times their weights, rounded; zero of a token that is not routed here."""
-        weights = [cute.arch.shuffle_sync(weight, (token + j) & (self.tokens - 1)) for j in range(2)]
+        places = [(token + j) & (self.tokens - 1) for j in range(2)]
+        weights = [cute.arch.shuffle_sync(held[1], place) for place in places]
+        here = [held[2] >> Uint32(place) & 1 != 0 for place in places]
         gates = low_to_float(pair, self.dtype), high_to_float(pair, self.dtype)
         h = pack(*(power(gate, o.activation) * w for gate, w in zip(gates, weights)), self.dtype)
-        low = h & Uint32(0xFFFF) if (pair & Uint32(MAGNITUDE) != 0) & (weights[0] != 0.0) else Uint32(0)
-        high = h & Uint32(0xFFFF0000) if (pair & Uint32(MAGNITUDE << 16) != 0) & (weights[1] != 0.0) else Uint32(0)
+        low = h & Uint32(0xFFFF) if (pair & Uint32(MAGNITUDE) != 0) & here[0] else Uint32(0)
+        high = h & Uint32(0xFFFF0000) if (pair & Uint32(MAGNITUDE << 16) != 0) & here[1] else Uint32(0)
         return low | high
 
 

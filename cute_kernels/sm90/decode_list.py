@@ -81,10 +81,10 @@ class Lists:
         raise NotImplementedError
 
     def weigh(self, o: Any, s: Shared, row: Any, held: Any, at: Place) -> Any:
-        """What h of a tile is multiplied by, of token `lane`; `held` is that of an earlier tile."""
+        """What h of token `lane` is multiplied by in a tile, and a bit for each that is; `held`: of an earlier tile."""
         return held
 
-    def weighted_pair(self, o: Any, pair: Uint32, weight: Float32, token: Int32) -> Any:
+    def weighted_pair(self, o: Any, pair: Uint32, held: Any, token: Int32) -> Any:
         """h of two tokens by their gates, times their weights."""
         raise NotImplementedError
 
@@ -157,12 +157,12 @@ class Lists:
         """Reduce this CTA's share of the tokens, and send it to all CTAs."""
         self.expect(s.arrived, 4 * self.cluster * self.sent, at.lane)
         item, tiles, end = Int32(0), Int32(0), Int32(1 << 30)
-        running, first, held = at.tiles > 0, at.rank * self.share, (Int32(-1), Float32(1.0))
+        running, first, held = at.tiles > 0, at.rank * self.share, (Int32(-1), Float32(1.0), Uint32(0))
         while running:
             stage = item % self.stages
             row, most = self.tile(o, s, at, tiles)
             held = self.weigh(o, s, row, held, at)
-            pairs, is_tile, _ = self.reduced(o, s, item, row, most, held[1], first, at)
+            pairs, is_tile, _ = self.reduced(o, s, item, row, most, held, first, at)
             tiles += Int32(is_tile)
             cute.arch.mbarrier_wait(s.returned + stage, ((item // self.stages) & 1) ^ 1)
             for c in cutlass.range(self.cluster, unroll=1):
@@ -181,10 +181,10 @@ class Lists:
                 running = running | (item < end)
 
     @cute.jit
-    def reduced(self, o: Any, s: Shared, item: Int32, row, most, weight, first, at: Place) -> Any:
+    def reduced(self, o: Any, s: Shared, item: Int32, row, most, held, first, at: Place) -> Any:
         """What follows from the sums of an item, in pairs of tokens [fragments, 2 rows] from a fragment on.
 
-        `row`, `most`, `weight`: of the next tile. Returns whether it is one, and else its group, too.
+        `row`, `most`, `held`: of the next tile. Returns whether it is one, and else its group, too.
         """
         neuron = row + (at.lane >> 2)
         levels, biases = self.of_neurons(o, neuron)
@@ -196,11 +196,11 @@ class Lists:
         self.scale(o, s, sums, neuron, group, first, at.lane)
         if const_expr(self.gated):
             if group < 0:
-                self.activate(o, sums, pairs, most - neuron, levels, biases, weight, first, at.lane)
+                self.activate(o, sums, pairs, most - neuron, levels, biases, held, first, at.lane)
             else:
                 self.multiply_gates(o, s, sums, pairs, group, first, at.lane)
         else:
-            self.activate(o, sums, pairs, most - neuron, levels, biases, weight, first, at.lane)
+            self.activate(o, sums, pairs, most - neuron, levels, biases, held, first, at.lane)
         size = 4 * self.cluster * self.sent
         self.give_back(s.arrived + stage, s.credit + stage, size, any_bits(pairs), at.lane)
         return pairs, group < 0, group
@@ -215,14 +215,14 @@ class Lists:
         else:
             self.expect(s.arrived, 4 * self.cluster * self.sent, at.lane)
         item, tiles, total = Int32(0), Int32(0), Int32(0)
-        running, held = at.tiles > 0, (Int32(-1), Float32(1.0))
+        running, held = at.tiles > 0, (Int32(-1), Float32(1.0), Uint32(0))
         while running:
             row, most = self.tile(o, s, at, tiles)
             if const_expr(self.shares):
                 pairs, is_tile, group = self.receive(s, item, at.lane)
             else:
                 held = self.weigh(o, s, row, held, at)
-                pairs, is_tile, group = self.reduced(o, s, item, row, most, held[1], Int32(0), at)
+                pairs, is_tile, group = self.reduced(o, s, item, row, most, held, Int32(0), at)
             if is_tile:
                 tiles += 1
                 total = self.append(s, pairs, row + (at.lane >> 2), total, tiles == at.tiles, at.lane)
@@ -269,10 +269,10 @@ class Lists:
         return levels, biases
 
     @cute.jit
-    def activate(self, o: Any, sums: cute.Tensor, pairs: cute.Tensor, rest, levels, biases, weight, first, lane):
+    def activate(self, o: Any, sums: cute.Tensor, pairs: cute.Tensor, rest, levels, biases, held, first, lane):
         """Gates of a tile, rounded; without up projections, h. Zeros where there is no token or neuron.
 
-        `rest`: neurons behind this lane's first one. `weight`: of h, for token `lane`.
+        `rest`: neurons behind this lane's first one. `held`: of h, see `weigh`.
         """
         for r in range_constexpr(2):
             for t in range_constexpr(self.share):
@@ -282,7 +282,7 @@ class Lists:
                 pair = pair if left > 1 else pair & Uint32(0xFFFF)
                 pair = pair if (left > 0) & (8 * r <= rest) else Uint32(0)
                 if const_expr(self.weighted):
-                    pair = self.weighted_pair(o, pair, weight, 8 * (first + t) + (lane & 3) * 2)
+                    pair = self.weighted_pair(o, pair, held, 8 * (first + t) + (lane & 3) * 2)
                 elif const_expr(not self.gated):
                     pair = power_pair(pair, o.activation, self.dtype)
                 pairs[t, r] = pair

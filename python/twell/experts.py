@@ -62,8 +62,10 @@ def sparse_experts(
     their activation is "relu2" in float16; else they stay fp32. "dense" rounds them and the result of each expert, too.
 
     "row" takes bfloat16 and float16, and has no gradients: where one is needed, "auto" is "dense", and "row" raises
-    NotImplementedError. An id below -1 or of E or more raises ValueError on a CPU; on a GPU it adds nothing, as
-    a look at it would be a wait. Raises ValueError or TypeError for operands that do not fit each other.
+    NotImplementedError. An id below -1 or of E or more raises ValueError on a CPU; on a GPU, which reads the low 32
+    bits, it adds nothing, as a look at it would be a wait. In one pass a down row that is not finite may make NaN of
+    all tokens of the call, and a weight that is not finite adds nothing where no neuron fires. Raises ValueError or
+    TypeError for operands that do not fit each other.
     Source: Nemotron 3 (NVIDIA, 2025), whose experts have squared ReLU.
     """
     require_flag("invariant", invariant)

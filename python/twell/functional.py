@@ -111,8 +111,7 @@ def sparse_gated_ffn(
     Args:
         x: tokens [..., K]. Read in place if its rows are 16-byte aligned and of unit stride, else copied.
         w_gate, w_up: [N, K]. The intermediate size N is a multiple of 8 up to 1,048,576, the hidden size K one up to
-            16,384. More than 65,536 neurons run as slices: outputs of these are rounded, added in fp32 and rounded,
-            except in one pass of few tokens (docs/kernels.md, "decode").
+            16,384. More than 65,536 neurons run as slices: outputs of these are rounded, added in fp32 and rounded.
         w_down: [K, N], as in nn.Linear. Sparse strategies read it in place if it is the transposed view of a contiguous
             [N, K] tensor. Else they copy it in each forward and each backward pass, which is logged once.
         b_gate, b_up: [N]. b_down: [K]. Optional.

@@ -25,7 +25,7 @@ from twell._activation import RELU
 from twell._runtime import cache, device, geometry, log, packaged, program, resolve, specs
 from twell.commands import info
 from twell.ops import hybrid
-from twell.ops.operands import Operands
+from twell.ops.operands import Layer
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
 from twell.strategy.plan import Route
@@ -296,7 +296,7 @@ def test_products_of_an_invariant_gate_have_one_size(monkeypatch: pytest.MonkeyP
         gate_pack._project_invariantly(x, w_gate, None, gate[:, :264])
         assert torch.equal(gate[:, :264], F.linear(x, w_gate))
         assert gate[:, 264:].isnan().all()
-        layer = Operands(x, w_gate, None, w_gate.t())
+        layer = Layer(x, w_gate, None, w_gate.t())
         twell_ffn.on_cuda(layer, 8, RELU, Route("row", invariant=True), False)
         assert set(made) == {(128, 64, 264)}
 

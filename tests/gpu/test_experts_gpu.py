@@ -28,3 +28,13 @@ def test_ids_that_are_no_experts_read_nothing() -> None:
     for strategy in ("row", "dense"):
         how = BASE.replace(strategy=strategy)
         testing.assert_same(call(how, p | {"expert_ids": odd}), call(how, p | {"expert_ids": gone}))
+
+
+def test_a_weight_of_zero_hides_no_infinity() -> None:
+    """Its token is routed all the same: h is 0 * inf."""
+    x, ids = torch.ones(2, 64, dtype=BF16, device=CUDA), torch.tensor([[0], [1]], device=CUDA)
+    x[0, 0] = torch.inf
+    up, down = (torch.ones(2, 32, 64, dtype=BF16, device=CUDA) for _ in "ab")
+    y = twell.sparse_experts(x, up, down.mT, ids, torch.tensor([[0.0], [1.0]], device=CUDA), strategy="row")
+    assert bool(y[0].isnan().all())
+    assert torch.equal(y[1], torch.full_like(y[1], 64 * 32))

@@ -32,14 +32,15 @@ def launch(p: Program, layer: Views, y: View, activation: Activation) -> None:
     """Launch what fills y [M, K]."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
     spec = spec_of(p, x, "plain" if w_up is None else "gated")
+    # the kernel that quantises tokens lets the next start when its own wait is over; a copy made below is of a weight
+    early = int(bool(p.launches))
     sums, clusters = parts(p, spec)
     first, down = launched(w_gate), launched(down_rows(p, w_down))
     # any matrix stands for an absent one
     matrices = *launched(x), *first, *(first if w_up is None else launched(w_up)), *down
     biases = [bias_view(p, bias, y.dtype) for bias in (b_gate, b_up, b_down)]
     form = threshold_pair(activation, y.dtype), activation.code()
-    # the kernel that quantises tokens, if there is one, lets the next start when its own wait is over
-    p.launch(spec, *matrices, *biases[:2], *form, biases[2], sums, int(bool(p.launches)), y, clusters)
+    p.launch(spec, *matrices, *biases[:2], *form, biases[2], sums, early, y, clusters)
 
 
 def launch_experts(

@@ -154,7 +154,9 @@ def _sums(given: Experts, activation: Activation, rounds: bool) -> Tensor:
         gate = gate_on_cpu(x[tokens], first, None, Activation("fatrelu", activation.threshold)).float()
         up = None if second is None else hybrid.project(x[tokens], second, None)
         hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0) * weight[:, None]
-        hidden = hybrid.rounded(hidden, x.dtype) if rounds else hidden
+        if rounds:
+            # one pass has no h where the gate is zero, whatever the weight
+            hidden = hybrid.rounded(hidden.masked_fill(gate == 0, 0), x.dtype)
         y.index_add_(0, tokens, hybrid.project(hidden, down.t(), None))
 
     if shared_up is not None:
@@ -202,7 +204,9 @@ def _cuda(*arguments: Any) -> Tensor:
 
 def _in_one_pass(given: Experts, family: str) -> bool:
     """Whether one kernel computes all experts of these tokens, by tiles of neurons."""
-    return given.w_up is None and tuning.decode(given.x.dtype, *given.x.shape, "experts", family) is not None
+    if given.w_up is not None or (given.shared_up is not None and len(given.shared_up) > geometry.MAX_NEURONS):
+        return False
+    return tuning.decode(given.x.dtype, *given.x.shape, "experts", family) is not None
 
 
 def _overflows(dtype: torch.dtype, activation: Activation) -> bool:

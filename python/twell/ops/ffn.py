@@ -118,6 +118,9 @@ def _takes_one_pass(layer: Layer, activation: Activation, route: Route, family: 
     """Whether a layer of few tokens runs in one pass over its weights (``ops.decode``), which counts nothing."""
     if layer.gate is not None or activation.k or route.screen or route.invariant or not (fast or layer.plain):
         return False
+    if not layer.x.numel() or is_sliced(layer.w_down.shape[1]):
+        # a cluster's sums would be longer than slices are
+        return False
     x, kind = layer.x, "plain" if layer.w_up is None else "gated"
     dtype = torch.float8_e4m3fn if layer.scaled else x.dtype
     return tuning.decode(dtype, math.prod(x.shape[:-1]), x.shape[-1], kind, family) is not None
@@ -434,9 +437,7 @@ def inference_of(
     merged: whether a dense layer may compute gate and up in one product.
     """
     x = layer.x
-    family = tuning.family(x.device.index)
-    one_pass = route.strategy != "dense" and _takes_one_pass(Layer(*layer), activation, route, family)
-    if is_sliced(len(layer.w_gate)) and route.strategy != "dense" and not one_pass:
+    if is_sliced(len(layer.w_gate)) and route.strategy != "dense":
         return None
     if has_thresholds(layer.b_gate, len(layer.w_gate)) and (route.screen or route.strategy == "dense"):
         return None
@@ -450,6 +451,7 @@ def inference_of(
     if route.screen:
         screened.require(x.device, "torch.ops.twell.ffn with screen=True")
     form = Form.of((*Layer(*layer), layer.b_gate if route.screen else None))
+    one_pass = _takes_one_pass(Layer(*layer), activation, route, tuning.family(x.device.index))
     run = _few(form, activation) if one_pass else _pass(form, route.name, compression, activation, False, True)[0]
     place, screen = (tuple(x.shape), contiguous(x.shape), x.dtype), route.screen
 

@@ -344,7 +344,9 @@ def decide(
 
 def in_one_pass(problem: Problem, table: Table | None = None) -> bool:
     """Whether a sparse call is of so few tokens that one kernel computes the layer, on the GPU of the table."""
-    if problem.training or not problem.one_pass or not (tables.SHIPPED if table is None else table).screens:
+    if problem.training or not problem.one_pass or problem.n > geometry.MAX_NEURONS:
+        return False
+    if not (tables.SHIPPED if table is None else table).screens:
         return False
     dtype = torch.float8_e4m3fn if problem.float8 else torch.bfloat16
     return decode(dtype, problem.m, problem.k, "gated" if problem.gated else "plain") is not None
