@@ -32,9 +32,9 @@ def test_ids_that_are_no_experts_read_nothing() -> None:
 
 def test_a_weight_of_zero_hides_no_infinity() -> None:
     """Its token is routed all the same: h is 0 * inf."""
-    x, ids = torch.ones(2, 64, dtype=BF16, device=CUDA), torch.tensor([[0], [1]], device=CUDA)
+    x, ids = torch.ones(2, 64, dtype=torch.bfloat16, device="cuda"), torch.tensor([[0], [1]], device="cuda")
     x[0, 0] = torch.inf
-    up, down = (torch.ones(2, 32, 64, dtype=BF16, device=CUDA) for _ in "ab")
-    y = twell.sparse_experts(x, up, down.mT, ids, torch.tensor([[0.0], [1.0]], device=CUDA), strategy="row")
+    up, down = (torch.ones(2, 32, 64, dtype=torch.bfloat16, device="cuda") for _ in "ab")
+    y = twell.sparse_experts(x, up, down.mT, ids, torch.tensor([[0.0], [1.0]], device="cuda"), strategy="row")
     assert bool(y[0].isnan().all())
     assert torch.equal(y[1], torch.full_like(y[1], 64 * 32))
