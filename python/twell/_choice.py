@@ -222,8 +222,8 @@ class _Chosen(torch.autograd.Function):
                 gate = choice.of_tokens(x, w_up, b_up)
             if firing is not None:
                 firing[first:last] += counts[2, first:last] if limits else (~(gate <= 0)).sum(0)
-            operands = gate, None, None, w_down[:, first:last].t(), None, None if sliced else b_down
-            found, of_l1, of_nonzeros, pattern = ops.sparse_up_down_forward(*operands, compression, room)
+            operands = None, None, None, w_down[:, first:last].t(), None, None, None if sliced else b_down
+            found, of_l1, of_nonzeros, pattern = ops.hybrid_forward(*operands, compression, room, gate=gate)
             own.copy_(pattern)
             # not in place: a graph of torch 2.11 has no gradient for a result that is changed so
             l1, nonzeros = l1 + of_l1, nonzeros + of_nonzeros

@@ -1,6 +1,6 @@
 """``sparse_up_down``: the up and down projections at the non-zeros of a gate that the caller has computed."""
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,29 @@ from twell._runtime.log import warn_once
 from twell.functional import Strategy
 from twell.ops import hybrid
 from twell.ops.library import no_view, unviewed
-from twell.ops.sparse_up_down import Given
 from twell.strategy.plan import Facts, Route, route_of, routed
 from twell.strategy.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.strategy.tables import imposed_on_call
 
 _NAME = "sparse_up_down"
+
+
+class Given(NamedTuple):
+    """A given gate [M, N] and the operands behind it: w_down [N, K]; without w_up neither x nor b_up."""
+
+    gate: Any
+    x: Any
+    w_up: Any
+    w_down: Any
+    b_up: Any
+    b_down: Any
+
+    def tokens(self, k: int) -> Tensor:
+        """x, or what has its shape [..., k]."""
+        gate, x, *_ = self
+        if x is None:
+            x = gate[..., :1].expand(*gate.shape[:-1], k)
+        return x  # type: ignore[no-any-return]
 
 
 def sparse_up_down(
@@ -238,8 +255,9 @@ class _UpDown(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: tuple[Any, ...], *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
         activation, compression, held, measurement, ctx.first = how
-        gate, x, w_up, w_down, b_up, _ = operands
-        y, l1, nonzeros, kept = ops.sparse_up_down_forward(*operands, compression, held, *activation)
+        gate, x, w_up, w_down, b_up, b_down = operands
+        layer = x, None, w_up, w_down, None, b_up, b_down
+        y, l1, nonzeros, kept = ops.hybrid_forward(*layer, compression, held, *activation, False, gate)
         if measurement is not None:
             most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, held)
             measurement.counts(nonzeros, hybrid.sizes(kept, gate.shape[0])[:-1], most=most)
@@ -258,10 +276,10 @@ class _UpDown(torch.autograd.Function):
         if any(needs[:5]) and not (dy is None and dl1 is None):
             weights = of_up or (of_down and dy is not None) or of_b_up
             upstream = gate.new_zeros((gate.shape[0], w_down.shape[1])) if dy is None else dy
-            given = gate, x, w_up, w_down, b_up, kept
+            layer = x, None, w_up, w_down, None, b_up, kept
             with torch.no_grad():
-                d_x, d_gate, d_up, d_down, d_b_up = ops.sparse_up_down_backward(
-                    upstream, dl1, *given, of_x, of_gate, weights, *ctx.activation, ctx.first
+                d_x, d_gate, d_up, d_down, _, d_b_up = ops.hybrid_backward(
+                    upstream, dl1, *layer, of_x, weights, *ctx.activation, ctx.first, gate, of_gate
                 )
             found[:5] = d_gate, d_x, d_up, d_down if dy is not None else None, d_b_up
         if of_b_down and dy is not None:

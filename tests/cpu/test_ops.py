@@ -168,10 +168,11 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     mains = [torch.zeros(264, 16) for _ in range(3)]
     found += [(ops.hybrid_forward, forward), (ops.hybrid_backward, (*saved, True, True))]
     found += [(ops.hybrid_backward_accumulate, (*saved, *mains, True)), (ops.reglu, (o["x"], o["x"].clone()))]
-    given = gate_of(o), *(o[name] for name in ("x", "w_up", "w_down", "b_up", "b_down"))
-    _, l1, _, kept = ops.sparse_up_down_forward(*given, 8)
-    behind = (o["x"].clone(), torch.zeros_like(l1), *given[:5], kept, True, True, True)
-    found += [(ops.sparse_up_down_forward, (*given, 8)), (ops.sparse_up_down_backward, behind)]
+    given = o["x"], None, o["w_up"], o["w_down"], None, o["b_up"]
+    forward = (*given, o["b_down"], 8, 0, "relu", 0.0, False, gate_of(o))
+    _, l1, _, kept = ops.hybrid_forward(*forward)
+    behind = (o["x"].clone(), torch.zeros_like(l1), *given, kept, True, True, "relu", 0.0, 0, gate_of(o), True)
+    found += [(ops.hybrid_forward, forward), (ops.hybrid_backward, behind)]
     found.append((ops.reglu_backward, (o["x"].clone(), o["x"], o["x"].clone())))
     stacked = (o[name].repeat(2, 1, 1) for name in ("w_gate", "w_up", "w_down"))
     ids, weights = torch.zeros(130, 2, dtype=torch.int32), torch.zeros(130, 2)

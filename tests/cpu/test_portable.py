@@ -275,9 +275,10 @@ def test_the_gate_is_pytorchs_contiguous_product(n: int, bias: bool, monkeypatch
     assert (gate.data_ptr() == spill.data_ptr()) == (n == 512)
     for own, other in ((own_words, words), (own_spill, spill), (own_stats, stats)):
         assert own.data_ptr() == other.data_ptr()
+    layer = x, w_gate, w_up, w_down, b_gate, None, None
     for run, names in (
         (lambda: programs.union_layer((x, w_gate, w_up, w_down, b_gate)), ["pack", "compact"]),
-        (lambda: hybrid_forward._cuda(x, w_gate, w_up, w_down, b_gate, None, None, 8, 0, "relu", 0.0, False), ["pack"]),
+        (lambda: hybrid_forward._cuda(*layer, 8, 0, "relu", 0.0, False, None), ["pack"]),
     ):
         made.clear()
         gpu.clear()

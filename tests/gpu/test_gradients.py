@@ -129,14 +129,12 @@ def test_gradients_of_the_last_columns_are_those_of_all(gated: bool, density: fl
     dy, layer = testing.integer_upstream(problem), problem if gated else problem._replace(w_up=None, b_up=None)
     kept = ops.hybrid_forward(*layer, 8)[3]
     gate = F.linear(problem.x.float(), problem.w_gate.float(), problem.b_gate.float()).to(BF16)  # type: ignore[union-attr]
-    given = gate, *((layer.x, layer.w_up) if gated else (None, None)), layer.w_down, layer.b_up
-    pairs = (
-        (ops.hybrid_backward, (dy, None, *layer[:6], kept, True, True)),
-        (ops.sparse_up_down_backward, (dy, None, *given, kept, gated, True, True)),
-    )
-    for op, arguments in pairs:
-        last = testing.poisoned(lambda op=op, arguments=arguments: op(*arguments, "relu", 0.0, 104))
-        for own, other in zip(last, op(*arguments), strict=True):
+    x, w_up = (layer.x, layer.w_up) if gated else (None, None)
+    of_gate = dy, None, x, None, w_up, layer.w_down, None, layer.b_up, kept, gated, True
+    op, of_layer = ops.hybrid_backward, (dy, None, *layer[:6], kept, True, True)
+    for arguments, given in ((of_layer, (None, False)), (of_gate, (gate, True))):
+        last = testing.poisoned(lambda arguments=arguments, given=given: op(*arguments, "relu", 0.0, 104, *given))
+        for own, other in zip(last, op(*arguments, "relu", 0.0, 0, *given), strict=True):
             if other.shape == problem.w_gate.shape:
                 own, other = own[:, 104:], other[:, 104:]
             testing.assert_same(own, other)

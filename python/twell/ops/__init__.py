@@ -13,8 +13,6 @@ from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.matrix_transpose import matrix_transpose
 from twell.ops.reglu import reglu, reglu_backward
-from twell.ops.sparse_up_down_backward import sparse_up_down_backward
-from twell.ops.sparse_up_down_forward import sparse_up_down_forward
 from twell.ops.unpack import unpack
 from twell.ops.up_down import up_down
 from twell.ops.window import window
@@ -31,8 +29,6 @@ __all__ = [
     "matrix_transpose",
     "reglu",
     "reglu_backward",
-    "sparse_up_down_backward",
-    "sparse_up_down_forward",
     "unpack",
     "up_down",
     "window",

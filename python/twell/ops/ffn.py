@@ -37,24 +37,16 @@ from twell._runtime.program import Executable, Program, View, allocate, contiguo
 from twell.ops import decode, dense, e4m3, screened, union
 from twell.ops.gate_pack import gate_on_cpu, pack
 from twell.ops.library import (
+    ABSENT,
     ACTIVATION,
-    LAYER,
-    STORED_DTYPES,
-    WIDE_DTYPES,
     Implementation,
     Shape,
     are_rows,
-    check,
-    check_layer,
-    check_matrix,
-    check_rank,
+    check_operands,
     has_rows,
     laid,
-    laid_bias,
     new,
-    readable_down,
     register,
-    rows,
 )
 from twell.ops.operands import Form, Layer, Operands, Place, Views, has_thresholds, opened, present
 from twell.ops.pack import pack_gate, stats_shape
@@ -156,11 +148,8 @@ def _laid(layer: Layer) -> Layer:
     """``layer``, w_down [K, N], with copies of the operands that kernels cannot read in place."""
     if layer.scaled:
         return e4m3.laid(layer)
-    if layer.gate is None:
-        return Layer(*laid(layer.operands))
-    _, _, w_up, w_down, _, b_up, b_down = layer.operands
-    x, up, b_up = (None, None, None) if w_up is None else (rows(layer.x), rows(w_up), laid_bias(b_up))
-    return Layer(x, None, up, readable_down(w_down), None, b_up, laid_bias(b_down), rows(layer.gate))
+    found = Layer(*laid(layer.operands, layer.gate))
+    return found if layer.gate is None else found._replace(w_gate=None, gate=found.w_gate)
 
 
 def _program(form: Form, fast: bool) -> tuple[Program, Views, View | None, View | None, View]:
@@ -274,14 +263,9 @@ def _check(layer: Layer, invariant: bool, totals: bool) -> None:
     for name in ("x_scale", "gate_scale", "up_scale"):
         if getattr(layer, name) is not None:
             raise ValueError(f"{name} must be None without down_scale, got a tensor")
-    if layer.gate is not None:
-        if invariant:
-            raise NotImplementedError("invariant=True goes with a gate that the layer computes, got a given one")
-        check_given(layer)
-    elif layer.x is None or layer.w_gate is None:
-        raise ValueError("x and w_gate must be given without a gate, got None")
-    else:
-        check_layer(*layer.operands)
+    if layer.gate is not None and invariant:
+        raise NotImplementedError("invariant=True goes with a gate that the layer computes, got a given one")
+    check_operands(layer)
 
 
 def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) -> list[Implementation]:
@@ -482,32 +466,10 @@ def _sparse_on_cuda(
     return y, *figures, *[None] * (4 - len(figures))
 
 
-def check_given(layer: Layer, wide: bool = False) -> None:
-    """Raise unless the operands behind a given gate fit each other and it."""
-    gate, x, w_up, w_down, b_up, b_down = layer.gate, layer.x, layer.w_up, layer.w_down, layer.b_up, layer.b_down
-    check_rank("gate", gate)
-    for name in ("w_gate", "b_gate", *(("x", "b_up") if w_up is None else ())):
-        if getattr(layer, name) is not None:
-            said = "without w_up" if name in ("x", "b_up") else "with a given gate"
-            raise ValueError(f"{name} must be None {said}, got a tensor")
-    if w_up is None:
-        check_matrix("w_down", w_down, WIDE_DTYPES if wide else STORED_DTYPES)
-        if b_down is not None:
-            check("b_down", b_down, w_down.shape[1:], w_down.dtype)
-    else:
-        if x is None:
-            raise ValueError("x must be given with w_up, got None")
-        check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, wide=wide)
-    m = gate.shape[0] if x is None else x.shape[0]
-    check("gate", gate, (m, w_down.shape[0]), w_down.dtype)
-
-
-_OPERANDS = LAYER.replace("Tensor x, Tensor w_gate", "Tensor? x, Tensor? w_gate")
 _CHOICES = "bool screen=False, bool invariant=False, Tensor? gate=None"
 _SCALES = "Tensor? x_scale=None, Tensor? gate_scale=None, Tensor? up_scale=None, Tensor? down_scale=None"
 _ARGUMENTS = (
-    f"{_OPERANDS}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}, {_SCALES}, "
-    "bool fast_accum=True"
+    f"{ABSENT}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}, {_SCALES}, bool fast_accum=True"
 )
 
 _on_cuda = _operators(on_cuda, remembers=True)

@@ -36,8 +36,8 @@ from twell import tuning
 from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
-from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_layer, down_rows
-from twell.ops.operands import Gradients, Operands, bias_alone, opened
+from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_operands, down_rows
+from twell.ops.operands import Gradients, Layer, Operands, bias_alone, opened
 
 
 class Kept(NamedTuple):
@@ -196,14 +196,17 @@ def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
 
 def check_backward(given: Backward) -> None:
     """Raise unless the operands of backward fit each other."""
-    dy, dl1, layer, kept, *_ = given
-    x, w_gate, w_up = layer[:3]
+    dy, dl1, layer, kept, _, gate = given
     # on the CPU values may be wider
-    check_layer(*layer, wide=True)
-    check("dy", dy, x.shape, x.dtype)
+    check_operands(Layer(*layer)._replace(gate=gate), wide=True)
+    tokens, (n, k) = layer.x if gate is None else gate, layer.w_down.shape
+    check("dy", dy, (tokens.shape[0], k), tokens.dtype)
     if dl1 is not None:
-        check("dl1", dl1, (), accumulator(x.dtype))
-    check_kept(x, w_gate.shape[0], w_up is not None, kept)
+        check("dl1", dl1, (), accumulator(tokens.dtype))
+    if gate is None:
+        check_kept(tokens, n, layer.w_up is not None, kept)
+    else:
+        check_kept_of_slice(tokens, n, layer.w_up is not None, kept)
 
 
 def check_first(first: int, columns: int) -> None:

@@ -6,8 +6,9 @@ dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up
 relu; ``twell._activation`` has the others. Without dl1 it is zero. Of the weights' gradients the columns from ``first``
 on are wanted: a layer with adapters has their weights there, behind frozen ones. The others are zero, or right.
 
-x, w_gate, w_up, w_down, b_gate, b_up and kept are those of the forward pass, dy is [M, K], and dl1 0-d. input_grad
-requests dx [M, K]; weight_grad requests dw_gate, dw_up, dw_down [N, K], db_gate and db_up [N]. A gradient that is not
+x, w_gate, w_up, w_down, b_gate, b_up, kept and a given gate are those of the forward pass, dy is [M, K], and dl1 0-d.
+input_grad requests dx [M, K]; weight_grad requests dw_gate, dw_up, dw_down [N, K], db_gate and db_up [N]. ``gate_grad``
+requests the gradient [M, N] of a given gate, zero where its activation is; it stands at dw_gate. A gradient that is not
 requested, or has no operand, is an empty [0].
 """
 
@@ -32,7 +33,7 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
     """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
     wanted = (input_grad, *(weight_grad and operand is not None for operand in layer[1:]))
-    gradients = (layer.x.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
+    gradients = (layer.w_down.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
     found = Gradients(*gradients)
     # thresholds behind the biases have no gradient
     return found if found.b_gate is None else found._replace(b_gate=torch.zeros_like(found.b_gate))
@@ -46,7 +47,7 @@ def present(gradients: Gradients, like: Tensor) -> Outputs:
 
 # the operands that both operators of backward begin with; b_down's gradient is the sum of dy and needs neither
 BACKWARD = (
-    "Tensor dy, Tensor? dl1, Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
+    "Tensor dy, Tensor? dl1, Tensor? x, Tensor? w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
     "Tensor kept"
 )
 
@@ -58,7 +59,7 @@ def backward_first(implementation: Implementation) -> Implementation:
         dy, dl1, *operands, kept = arguments[:9]
         *others, name, threshold = arguments[9:]
         layer = Operands(*operands)
-        activation = activation_of(name, threshold, layer.w_up is not None, top_k=True)
+        activation = activation_of(name, threshold, layer.w_up is not None, top_k=layer.w_gate is not None)
         return implementation(Backward(dy, dl1, layer, kept, activation), *others)
 
     return ungrouped
@@ -68,16 +69,19 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
     """What fills checked gradients as a function of the schema's arguments."""
 
     def filled(*arguments: Any) -> Outputs:
-        *others, first = arguments
+        *others, first, gate, gate_grad = arguments
 
         @backward_first
         def of(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
-            given.activation.level(given.layer.x.dtype)
+            layer, given = given.layer, given._replace(gate=gate)
+            given.activation.level(layer.w_down.dtype)
             hybrid.check_backward(given)
-            hybrid.check_first(first, given.layer.x.shape[1])
-            gradients = outputs(given.layer, input_grad, weight_grad)
+            hybrid.check_first(first, layer.w_down.shape[1])
+            gradients = outputs(layer, input_grad, weight_grad)
+            if gate_grad and gate is not None:
+                gradients = gradients._replace(w_gate=torch.zeros_like(gate, memory_format=torch.contiguous_format))
             by_slices(implementation, given, gradients, first)
-            return present(gradients, given.layer.x)
+            return present(gradients, layer.w_down)
 
         return of(*others)  # type: ignore[no-any-return]
 
@@ -87,7 +91,7 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
 def by_slices(implementation: Callable[..., None], given: Backward, gradients: Gradients, *how: Any) -> None:
     """Fill the gradients by an ``implementation`` for one slice of the neurons."""
     layer = given.layer
-    if not is_sliced(n := len(layer.w_gate)):
+    if given.gate is not None or not is_sliced(n := len(layer.w_gate)):
         implementation(given, gradients, *how)
         return
     dx = None if gradients.x is None else Added(gradients.x)
@@ -101,12 +105,20 @@ def by_slices(implementation: Callable[..., None], given: Backward, gradients: G
         dx.store()
 
 
+def _cpu(given: Backward, gradients: Gradients, first: int) -> None:
+    if given.gate is None:
+        hybrid.backward_cpu(given, gradients, False)
+    else:
+        hybrid.backward_cpu(given, gradients._replace(w_gate=None), False, gradients.w_gate)
+
+
 @_filling
 def _cuda(given: Backward, gradients: Gradients, first: int) -> None:
     if not given.dy.shape[0]:
         zero(gradients)
     elif any(gradient is not None for gradient in gradients):
-        zero_columns(gradients, first)
+        # that of a given gate is zero as it is made
+        zero_columns(gradients if given.gate is None else gradients._replace(w_gate=None), first)
         fill(given, gradients, first=first)
 
 
@@ -125,24 +137,31 @@ def zero(gradients: Gradients) -> None:
 
 def fill(given: Backward, gradients: Gradients, accumulate: bool = False, first: int = 0) -> None:
     """Launch what fills ``gradients``, of weights and biases all or none, or adds to those of weights."""
-    dy, dl1, layer, kept, activation, _ = given
-    check_matrix("x", layer.x)
-    layer = laid(layer._replace(w_down=layer.w_down.t()))
+    dy, dl1, layer, kept, activation, gate = given
+    check_matrix("x", layer.x if gate is None else gate)
+    layer = laid(layer._replace(w_down=layer.w_down.t()), gate)
     tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept), *gradients[:6]
-    run(build, tensors, activation, accumulate, first)
+    run(build, tensors, activation, accumulate, first, gate is not None)
 
 
 def build(p: Program, *given: Any) -> None:
     """Describe the launches for dy, dl1, the layer without b_down, kept, and for each of the layer its gradient.
 
-    w_down is [K, N]; dy, x and its gradient may have leading dimensions. Activation, ``accumulate`` and ``first``
-    follow.
+    w_down is [K, N]; dy, x and its gradient may have leading dimensions. Activation, ``accumulate``, ``first`` and
+    whether a given gate stands at w_gate follow.
     """
     dy, dl1, x, *others, kept = given[:9]
     dx, *gradients = given[9:15]
-    layer, out = Views(x.matrix(), *[*others, None]), Gradients(None if dx is None else dx.matrix(), *gradients)
-    activation, accumulate, first = given[15:]
-    hybrid.launches(p, Backward(dy.matrix(), dl1, layer, kept, activation), out, accumulate, first=first)
+    layer = Views(None if x is None else x.matrix(), *[*others, None])
+    out, gate = Gradients(None if dx is None else dx.matrix(), *gradients), None
+    activation, accumulate, first, *behind = given[15:]
+    if any(behind):
+        gate, d_gate = layer.w_gate, out.w_gate
+        layer, out = layer._replace(w_gate=None), out._replace(w_gate=None)
+    else:
+        d_gate = None
+    own = Backward(dy.matrix(), dl1, layer, kept, activation, gate)
+    hybrid.launches(p, own, out, accumulate, d_gate, first)
 
 
 def transpose(p: Program, matrix: View, out: View) -> None:
@@ -154,10 +173,11 @@ def transpose(p: Program, matrix: View, out: View) -> None:
 
 
 hybrid_backward = register(
-    f"hybrid_backward({BACKWARD}, bool input_grad, bool weight_grad, {ACTIVATION}, int first=0) "
+    f"hybrid_backward({BACKWARD}, bool input_grad, bool weight_grad, {ACTIVATION}, int first=0, Tensor? gate=None, "
+    "bool gate_grad=False) "
     "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
     fake=_filling(lambda *_: None),
-    cpu=_filling(lambda given, gradients, first: hybrid.backward_cpu(given, gradients, False)),
+    cpu=_filling(_cpu),
     cuda=_cuda,
     phase=nvtx.BACKWARD,
 )

@@ -9,9 +9,10 @@ the CPU also float32 and float64.
 With ``screen`` a GPU computes gates only where an int8 product says that they may be non-zeros. It misses a gate with a
 probability of at most 2^-80, and takes 16-bit values alone.
 
-x [M, K]; w_gate, w_up and w_down [N, K]; b_gate and b_up [N], b_down [K]; ``compression`` is that of words in between.
-y is [M, K]; l1, the sum of |h|, is 0-d float32, or float64 where x is; nonzeros is 0-d int64. ``kept`` int32 is for
-backward, at most 1.0 KB per token at N = 5,632. ``activation`` and ``threshold`` are the layer's.
+x [M, K]; w_gate, w_up and w_down [N, K]; b_gate and b_up [N], b_down [K]. With a given ``gate`` [M, N], before its
+activation, there is neither w_gate nor b_gate, and without w_up neither x nor b_up. ``compression`` is that of words in
+between. y is [M, K]; l1, the sum of |h|, is 0-d float32, or float64 where x is; nonzeros is 0-d int64. ``kept`` int32
+is for backward, at most 1.0 KB per token at N = 5,632. ``activation`` and ``threshold`` are the layer's.
 """
 
 from collections.abc import Callable
@@ -27,72 +28,78 @@ from twell._runtime.program import Executable, Program, View, allocate, contiguo
 from twell.ops import hybrid, screened
 from twell.ops.gate_pack import pack
 from twell.ops.library import (
+    ABSENT,
     ACTIVATION,
-    LAYER,
     Implementation,
     Shape,
     are_laid,
     bias_view,
-    check_layer,
+    check_operands,
     down_rows,
     laid,
     new,
     register,
 )
-from twell.ops.operands import Form, Gradients, Operands, Views, has_thresholds, opened
+from twell.ops.operands import Form, Gradients, Layer, Operands, Views, has_thresholds, opened
 from twell.ops.pack import pack_gate, shapes, stats_shape
 from twell.ops.slices import Added, is_sliced, require_sliceable
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def outputs(x: Tensor, w_gate: Tensor, w_up: Tensor | None, held: int) -> Outputs:
+def outputs(layer: Operands, gate: Tensor | None, held: int) -> Outputs:
     """Uninitialised y [M, K] of x's dtype, l1 (0-d, float32 or float64), nonzeros (0-d, int64) and kept (int32)."""
-    l1 = x.new_empty((), dtype=hybrid.accumulator(x.dtype))
-    nonzeros = x.new_empty((), dtype=torch.int64)
-    kept = x.new_empty(hybrid.words(x, w_gate.shape[0], w_up is not None, held), dtype=torch.int32)
-    return x.new_empty(x.shape), l1, nonzeros, kept
+    tokens, (n, k) = layer.x if gate is None else gate, layer.w_down.shape
+    l1 = tokens.new_empty((), dtype=hybrid.accumulator(tokens.dtype))
+    nonzeros = tokens.new_empty((), dtype=torch.int64)
+    words = hybrid.words if gate is None else hybrid.words_of_slice
+    kept = tokens.new_empty(words(tokens, n, layer.w_up is not None, held), dtype=torch.int32)
+    return tokens.new_empty((tokens.shape[0], k)), l1, nonzeros, kept
 
 
 def _grouped(implementation: Callable[..., Outputs]) -> Implementation:
     """The implementation as a function of the arguments of the schema."""
 
     def ungrouped(*arguments: Any) -> Outputs:
-        layer, (compression, held, name, threshold, screen) = Operands(*arguments[:7]), arguments[7:]
-        activation = activation_of(name, threshold, layer.w_up is not None, top_k=True)
-        return implementation(layer, compression, held, activation, screen)
+        layer, (compression, held, name, threshold, screen, gate) = Operands(*arguments[:7]), arguments[7:]
+        activation = activation_of(name, threshold, layer.w_up is not None, top_k=gate is None)
+        return implementation(layer, gate, compression, held, activation, screen)
 
     return ungrouped
 
 
 @_grouped
-def _fake(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
-    check_layer(*layer, wide=not screen)
-    activation.level(layer.x.dtype)
+def _fake(
+    layer: Operands, gate: Tensor | None, compression: int, held: int, activation: Activation, screen: bool
+) -> Outputs:
+    if screen and gate is not None:
+        raise ValueError("screen must be False with a given gate, got True")
+    check_operands(Layer(*layer, gate=gate), wide=not screen)
+    activation.level(layer.w_down.dtype)
     geometry.words_per_tile(compression)
-    require_sliceable(len(layer.w_gate), activation)
+    require_sliceable(layer.w_down.shape[0], activation)
     if held < 0:
         raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
     if activation.k:
-        hybrid.require_room(activation.k, len(layer.x), len(layer.w_gate), held, screen)
-    return outputs(layer.x, layer.w_gate, layer.w_up, held)
+        hybrid.require_room(activation.k, len(layer.x), len(layer.w_down), held, screen)
+    return outputs(layer, gate, held)
 
 
 def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
     """The implementation ``one`` for any number of neurons."""
 
-    def every(layer: Operands, *how: Any) -> Outputs:
+    def every(layer: Operands, gate: Tensor | None, *how: Any) -> Outputs:
         x, w_gate, w_up, *_ = layer
         compression, held, activation, screen = how
         # what does not fit is refused below
-        if w_gate.dim() != 2 or not is_sliced(n := len(w_gate)):
-            return one(layer, *how)
-        y, l1, nonzeros, kept = outputs(x, w_gate, w_up, held)
+        if gate is not None or w_gate is None or w_gate.dim() != 2 or not is_sliced(n := len(w_gate)):
+            return one(layer, gate, *how)
+        y, l1, nonzeros, kept = outputs(layer, None, held)
         added = Added(y, layer.b_down)
         l1.zero_(), nonzeros.zero_()
         for first, last, own, room in hybrid.split(kept, x, n, w_up is not None):
             own_how = compression, room, activation, screen
-            y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), *own_how)
+            y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), None, *own_how)
             added.add(y_of_slice)
             l1 += of_l1
             nonzeros += of_nonzeros
@@ -105,30 +112,35 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
 @_grouped
 @_by_slices
-def _cpu(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
-    y, l1, nonzeros, kept = _fake(*layer, compression, held, *activation, screen)
+def _cpu(
+    layer: Operands, given: Tensor | None, compression: int, held: int, activation: Activation, screen: bool
+) -> Outputs:
+    y, l1, nonzeros, kept = _fake(*layer, compression, held, *activation, screen, given)
     layer, activation = opened(layer, activation)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    hybrid.require_offsets(x.shape[0], w_gate.shape[0])
-    gate = activation.after(hybrid.project(x, w_gate, b_gate).to(x.dtype), inplace=True)
+    hybrid.require_offsets(y.shape[0], w_down.shape[0])
+    made = hybrid.project(x, w_gate, b_gate).to(y.dtype) if given is None else given
+    gate = activation.after(made, inplace=given is None)
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
     hidden = activation.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
     nonzeros.copy_((gate != 0).sum())
-    y.copy_(hybrid.project(hidden.to(x.dtype), w_down.t(), b_down))
-    hybrid.encode(gate, None if up is None else up.to(x.dtype), kept)
+    y.copy_(hybrid.project(hidden.to(y.dtype), w_down.t(), b_down))
+    hybrid.encode(gate, None if up is None else up.to(y.dtype), kept)
     return y, l1, nonzeros, kept
 
 
 @_grouped
 @_by_slices
-def _cuda(layer: Operands, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
-    check_layer(*layer)
-    if not layer.x.shape[0]:
-        y, l1, nonzeros, kept = outputs(*layer[:3], held)
+def _cuda(
+    layer: Operands, gate: Tensor | None, compression: int, held: int, activation: Activation, screen: bool
+) -> Outputs:
+    check_operands(Layer(*layer, gate=gate))
+    if not (layer.x if gate is None else gate).shape[0]:
+        y, l1, nonzeros, kept = outputs(layer, gate, held)
         return y, l1.zero_(), nonzeros.zero_(), kept.zero_()
-    given = laid(layer._replace(w_down=layer.w_down.t()))
-    forward = forward_of(Form.of(given), compression, held, activation, screen, True)
+    given = laid(layer._replace(w_down=layer.w_down.t()), gate)
+    forward = forward_of(Form.of(given), compression, held, activation, screen, True, gate is not None)
     assert forward is not None
     found = forward(*given)
     assert found is not None
@@ -276,12 +288,20 @@ class Forward:
 
 @kept
 def forward_of(
-    form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
+    form: Form,
+    compression: int,
+    held: int,
+    activation: Activation,
+    screen: bool,
+    totals: bool,
+    given: bool = False,
 ) -> Forward | None:
     """The operator for layers of this form, x [..., K] and w_down [K, N]; None if it is more than two programs.
 
-    It is if kernels read only copies, or if the layer runs as slices.
+    It is if kernels read only copies, or if the layer runs as slices. ``given``: see ``Forward``.
     """
+    if given:
+        return Forward(form, compression, held, activation, screen, totals, True)
     shape, strides, _ = form.places[0]  # type: ignore[misc]
     if is_sliced(form.places[1][0][0]):  # type: ignore[index]
         return None
@@ -296,7 +316,7 @@ def _layer_of(form: Form) -> tuple[Program, Views]:
 
 
 hybrid_forward = register(
-    f"hybrid_forward({LAYER}, int compression, int held=0, {ACTIVATION}, bool screen=False) -> "
+    f"hybrid_forward({ABSENT}, int compression, int held=0, {ACTIVATION}, bool screen=False, Tensor? gate=None) -> "
     "(Tensor y, Tensor l1, Tensor nonzeros, Tensor kept)",
     fake=_fake,
     cpu=_cpu,

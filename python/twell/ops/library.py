@@ -12,7 +12,7 @@ from twell import _modes, tuning
 from twell._runtime import device, geometry, nvtx, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import ALIGNMENT, Program, View, launch
-from twell.ops.operands import Operands, Scaled, Views
+from twell.ops.operands import Layer, Operands, Scaled, Views
 
 Implementation = Callable[..., Any]
 # a dtype and the lengths of the dimensions
@@ -25,6 +25,8 @@ STRIDE_MULTIPLE = 8
 
 # Operands in schemas: those of a layer, its activation, and those of the operators behind ``gate_pack`` after their x.
 LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
+# The same where a gate may be given in place of the first projection.
+ABSENT = LAYER.replace("Tensor x, Tensor w_gate", "Tensor? x, Tensor? w_gate")
 ACTIVATION = 'str activation="relu", float threshold=0.0'
 PACKED = "Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down"
 
@@ -200,11 +202,17 @@ def are_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return strides[1] == 1 and strides[0] % STRIDE_MULTIPLE == 0 and strides[0] >= shape[1]
 
 
-def laid(layer: Operands) -> Operands:
-    """``layer``, its x [..., K] and w_down [K, N], with copies of the operands that kernels cannot read in place."""
+def laid(layer: Operands, gate: Tensor | None = None) -> Operands:
+    """``layer``, its x [..., K] and w_down [K, N], with copies of the operands that kernels cannot read in place.
+
+    A given ``gate`` stands at w_gate.
+    """
     x, w_gate, w_up, w_down, *biases = layer
     up = None if w_up is None else rows(w_up)
-    return Operands(tokens(x), rows(w_gate), up, readable_down(w_down), *map(laid_bias, biases))
+    down, first = readable_down(w_down), rows(w_gate if gate is None else gate)
+    # behind a gate alone there is none
+    own: Any = None if x is None else tokens(x)
+    return Operands(own, first, up, down, *map(laid_bias, biases))
 
 
 def tokens(x: Tensor) -> Tensor:
@@ -331,6 +339,31 @@ def check_layer(
         if bias is not None:
             both = name == "b_gate" and bias.shape == (2 * n,)
             check(name, bias, (2 * n if both else length,), dtype)
+
+
+def check_operands(layer: Layer, wide: bool = False) -> None:
+    """Raise unless the operands of a layer without scales, or those behind a given gate and it, fit each other."""
+    x, w_gate, w_up, w_down, _, b_up, b_down, gate, *_ = layer
+    if gate is None:
+        if x is None or w_gate is None:
+            raise ValueError("x and w_gate must be given without a gate, got None")
+        check_layer(*layer.operands, wide=wide)
+        return
+    check_rank("gate", gate)
+    for name in ("w_gate", "b_gate", *(("x", "b_up") if w_up is None else ())):
+        if getattr(layer, name) is not None:
+            said = "without w_up" if name in ("x", "b_up") else "with a given gate"
+            raise ValueError(f"{name} must be None {said}, got a tensor")
+    if w_up is None:
+        check_matrix("w_down", w_down, WIDE_DTYPES if wide else STORED_DTYPES)
+        if b_down is not None:
+            check("b_down", b_down, w_down.shape[1:], w_down.dtype)
+    else:
+        if x is None:
+            raise ValueError("x must be given with w_up, got None")
+        check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, wide=wide)
+    m = gate.shape[0] if x is None else x.shape[0]
+    check("gate", gate, (m, w_down.shape[0]), w_down.dtype)
 
 
 def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = STORED_DTYPES) -> None:
