@@ -24,8 +24,8 @@ OPERATOR: Any = sys.modules["twell.ops.ffn"]
 def long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """x of each call whose kind was not known."""
     calls: list[Tensor] = []
-    check = OPERATOR.check_layer
-    monkeypatch.setattr(OPERATOR, "check_layer", lambda x, *others: calls.append(x) or check(x, *others))
+    check = OPERATOR.check_operands
+    monkeypatch.setattr(OPERATOR, "check_operands", lambda layer: calls.append(layer.x) or check(layer))
     return calls
 
 
