@@ -127,11 +127,9 @@ def run_experts(
     _require_plain(name, values, [values, scale, *gate, *(() if up is None else up), *down, ids, of_router])
     tokens, routes = values.reshape(-1, values.shape[-1]), ids.reshape(-1, ids.shape[-1])
     of_up = (None, None) if up is None else (up.values, up.by_rows())
-    rows = down.values.transpose(1, 2), down.by_rows()
-    how = compression, strategy, activation.name, activation.threshold, invariant
-    y: Tensor = ops.experts_float8(
-        tokens, scale, gate.values, gate.by_rows(), *of_up, *rows, routes, of_router.float().reshape(routes.shape), *how
-    )
+    layer = tokens, gate.values, of_up[0], down.values.transpose(1, 2), routes, of_router.float().reshape(routes.shape)
+    how = compression, strategy, activation.name, activation.threshold, invariant, None, None
+    y: Tensor = ops.experts(*layer, *how, scale, gate.by_rows(), of_up[1], down.by_rows())
     return y.view(values.shape)
 
 

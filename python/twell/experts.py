@@ -12,7 +12,8 @@ from twell._arguments import require, require_flag
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records, run_experts
 from twell._runtime import geometry
 from twell.float8 import Float8
-from twell.ops.experts import Experts, check_ids, dense, require_how
+from twell.ops.experts import Experts, dense, require_how
+from twell.ops.pairs import check_ids
 from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
 _NAME = "sparse_experts"

@@ -118,7 +118,7 @@ def test_a_module_that_trains_is_compiled_and_exported(dtype: torch.dtype) -> No
 def test_a_grid_has_so_many_units(gpu: fake_gpu.FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(t=40, k=64, n=264, gated=True)
     given = p["x"], p["w_gate"], p["w_up"], p["w_down"].transpose(1, 2), p["expert_ids"], p["weights"]
-    monkeypatch.setattr(sys.modules["twell.ops.experts"], "_MOST_UNITS", 3)
+    monkeypatch.setattr(sys.modules["twell.ops.pairs"], "_MOST_UNITS", 3)
     with pytest.raises(NotImplementedError, match="expected at most 3 units of"):
         fake_gpu.on_cuda("experts", *given, 8, "row", "relu", 0.0, False)
     assert not gpu.names()

@@ -35,7 +35,7 @@ def test_a_static_scale_is_that_of_all_tokens() -> None:
     p = problem()
     scale = torch.tensor([0.03])
     up, down = p["w_up"], p["w_down"]
-    layer = up.values, up.by_rows(), None, None, down.values.transpose(1, 2), down.by_rows()
-    how = p["expert_ids"], p["weights"], 8, "row", "relu2"
-    given = torch.ops.twell.experts_float8(p["x"], scale, *layer, *how)
+    layer = p["x"], up.values, None, down.values.transpose(1, 2), p["expert_ids"], p["weights"]
+    how = 8, "row", "relu2", 0.0, False, None, None
+    given = torch.ops.twell.experts(*layer, *how, scale, up.by_rows(), None, down.by_rows())
     assert_same(given, call(p, x=float8.quantize_tokens(p["x"], scale)))

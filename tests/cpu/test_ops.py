@@ -184,7 +184,8 @@ def checked_calls() -> list[tuple[Any, dict[str, Any]]]:
     found.append((ops.ffn, (*scaled, *how, torch.ones(130), *half[1::2])))
     # scales are of each expert
     triple = [operand[None].repeat(2, *[1] * operand.dim()) for operand in half]
-    found.append((ops.experts_float8, (o["x"], None, *triple, ids, weights, 8, "dense")))
+    how = 8, "dense", "relu", 0.0, False, None, None, None
+    found.append((ops.experts, (o["x"], *triple[::2], ids, weights, *how, *triple[1::2])))
     names = [[argument.name for argument in op._schema.arguments] for op, _ in found]
     # those with defaults, of the activation, are left out
     return [(op, dict(zip(each, arguments))) for each, (op, arguments) in zip(names, found)]

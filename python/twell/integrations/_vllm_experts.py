@@ -1,4 +1,4 @@
-"""Routed experts of models in vLLM through ``torch.ops.twell.experts`` and ``experts_float8``.
+"""Routed experts of models in vLLM through ``torch.ops.twell.experts``.
 
 For a layer of experts that are not quantised vLLM makes an ``UnquantizedFusedMoEMethod``, or the class that is
 registered in its place, which is ``RunsExperts``. A layer that twell does not run gets vLLM's own after all. For
@@ -84,9 +84,10 @@ class Layers:
                 self.reasons["another plug-in of vLLM runs experts"] += 1
         self.complain()
         said = _vllm_kernels.described(self.route, self._on, experts=True)
-        for name, count in (("experts", self.served), ("experts_float8", self.float8)):
+        for weights, count in (("", self.served), (" of e4m3 weights", self.float8)):
             if count:
-                vllm.logger.info("twell: %d layers of experts run through torch.ops.twell.%s: %s", count, name, said)
+                through = "run through torch.ops.twell.experts"
+                vllm.logger.info("twell: %d layers of experts%s %s: %s", count, weights, through, said)
 
     def complain(self) -> None:
         """Say in the log why layers that were asked about run as without twell."""
@@ -213,20 +214,10 @@ class RunsFloat8Experts:
     ) -> Tensor:
         """x [T, K] -> y [T, K], the sum over the experts of this rank; vLLM runs shared experts before."""
         x, ids, weights = _of_rank(layer, x, topk_weights, topk_ids)
-        y: Tensor = torch.ops.twell.experts_float8(
-            x,
-            layer.w13_input_scale,
-            layer.w13_weight,
-            layer.w13_weight_scale,
-            None,
-            None,
-            layer.w2_weight.transpose(1, 2),
-            layer.w2_weight_scale,
-            ids,
-            weights,
-            self.compression,
-            self.route.strategy,
-            *self.activation,
+        scales = layer.w13_input_scale, layer.w13_weight_scale, None, layer.w2_weight_scale
+        down, how = layer.w2_weight.transpose(1, 2), (self.compression, self.route.strategy, *self.activation)
+        y: Tensor = torch.ops.twell.experts(
+            x, layer.w13_weight, None, down, ids, weights, *how, False, None, None, *scales
         )
         return y
 

@@ -1,4 +1,4 @@
-"""Weights in e4m3 of vLLM's layers, as ``torch.ops.twell.ffn`` and ``experts_float8`` read them.
+"""Weights in e4m3 of vLLM's layers, as ``torch.ops.twell.ffn`` and ``experts`` read them.
 
 vLLM's quant methods make the parameters, load and shard them: ``weight`` e4m3 [R, C], ``weight_scale`` float32, one for
 each projection in the layer or for each row ([R] or [R, 1]), and ``input_scale``, one for each projection, if static.

@@ -1,5 +1,7 @@
 """What a worker of vLLM says of twell when its model is made: whether kernels run, and what will."""
 
+from typing import Any
+
 import torch
 
 from twell._activation import Activation
@@ -46,19 +48,16 @@ def trouble(
         scale, down_scale = ([given] for given in scales) if e4m3 else ([], [])
         for m in _TOKENS:
             x = torch.zeros(m, k, dtype=torch.bfloat16 if e4m3 else dtype, device=on)
+            layer = x, weight, weight if gated else None, weight
+            own = [None, *scale, *(scale if gated else [None]), *down_scale] if e4m3 else []
+            how: tuple[Any, ...] = *activation, route.invariant
             if experts:
-                up = [weight, *scale] if gated else [None, *[None] * e4m3]
-                layer = x, *[None] * e4m3, weight, *scale, *up, weight, *down_scale
                 ids = torch.zeros(m, 1, dtype=torch.int32, device=on)
-                operator = torch.ops.twell.experts_float8 if e4m3 else torch.ops.twell.experts
-                operator(*layer, ids, ids.float(), compression, "row", *activation, route.invariant)
+                torch.ops.twell.experts(*layer, ids, ids.float(), compression, "row", *how, None, None, *own)
             else:
                 strategy = "row" if route.strategy == "auto" else route.strategy
-                layer = x, weight, weight if gated else None, weight, None, None, None
-                how = compression, strategy, None, *activation, route.screen and not e4m3, route.invariant
-                # without scales of an absent up projection
-                own = [None, *scale, *(scale if gated else [None]), *down_scale] if e4m3 else []
-                torch.ops.twell.ffn(*layer, *how, None, *own)
+                how = *activation, route.screen and not e4m3, route.invariant
+                torch.ops.twell.ffn(*layer, None, None, None, compression, strategy, None, *how, None, *own)
         torch.cuda.synchronize(on)
     except Exception as error:
         # whatever goes wrong here would go wrong in a request

@@ -5,7 +5,6 @@ gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is
 """
 
 from twell.ops.experts import experts
-from twell.ops.experts_float8 import experts_float8
 from twell.ops.ffn import ffn, ffn_aux
 from twell.ops.gate_pack import gate_pack
 from twell.ops.hybrid_backward import hybrid_backward
@@ -19,7 +18,6 @@ from twell.ops.window import window
 
 __all__ = [
     "experts",
-    "experts_float8",
     "ffn",
     "ffn_aux",
     "gate_pack",

@@ -13,6 +13,7 @@ from twell._runtime import specs
 from twell._runtime.program import Program, View
 from twell.ops.library import bias_view, down_rows
 from twell.ops.operands import Views, launched
+from twell.ops.pairs import all_rows
 
 
 def spec_of(p: Program, x: Any, kind: str) -> specs.DecodeSpec:
@@ -67,10 +68,3 @@ def launch_experts(
     form = threshold_pair(activation, x.dtype), activation.code()
     last = *form, none, sums, 0, y, clusters
     p.launch(spec, x, first, beside[0], down, beside[1], *sizes, *routes, none, none, *last)
-
-
-def all_rows(weights: View) -> tuple[View, int]:
-    """All rows from the first expert's first to the last one's last, and those from one expert to the next."""
-    (count, n, k), (between, pitch, _) = weights.shape, weights.strides
-    step = between // pitch
-    return View(weights.base, weights.offset, weights.dtype, ((count - 1) * step + n, k), (pitch, 1)), step

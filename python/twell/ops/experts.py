@@ -14,7 +14,6 @@ and "row". ``activation`` and ``threshold`` are the layer's. y is [T, K]. On a C
 or of E or more raises ValueError; on a GPU "auto" is as in ``twell.sparse_experts``.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,25 +25,34 @@ from twell import _modes, tuning
 from twell._activation import Activation, activation_of, threshold_pair
 from twell._arguments import require_choice
 from twell._runtime import geometry, specs
-from twell._runtime.log import warn_once
-from twell._runtime.program import ALIGNMENT, Program, View
-from twell.ops import decode, hybrid
-from twell.ops.decode import all_rows
+from twell._runtime.program import Program, View
+from twell.ops import decode, experts_e4m3, hybrid
 from twell.ops.gate_pack import gate_on_cpu
-from twell.ops.library import ACTIVATION, REACH, check, check_matrix, register, rows
+from twell.ops.library import ACTIVATION, check, check_matrix, register, rows
 from twell.ops.operands import run
+from twell.ops.pairs import (
+    GROUPS,
+    add_up,
+    aligned,
+    all_rows,
+    by_units,
+    check_ids,
+    check_routes,
+    hidden_states,
+    in_order,
+    is_readable,
+    order,
+    slabs,
+)
 
 STRATEGIES = ("auto", "dense", "row")
-
-
-# Units that a grid may have.
-_MOST_UNITS = 65535
 
 
 class Experts(NamedTuple):
     """x [T, K]; w_gate, w_up and w_down [E, N, K]; ids and weights [T, k]; shared_up and shared_down [S, K].
 
-    Without a gate there is no w_up, and the up projection stands at w_gate.
+    Without a gate there is no w_up, and the up projection stands at w_gate. Weights in e4m3 have scales [E, N] and, of
+    w_down, [E, K]; then x is e4m3 with x_scale [T], or bfloat16, with x_scale [1] if that is static.
     """
 
     x: Any
@@ -55,11 +63,15 @@ class Experts(NamedTuple):
     weights: Any
     shared_up: Any = None
     shared_down: Any = None
+    x_scale: Any = None
+    gate_scale: Any = None
+    up_scale: Any = None
+    down_scale: Any = None
 
 
 def check_experts(given: Experts) -> None:
     """Raise unless the operands fit each other."""
-    x, w_gate, w_up, w_down, ids, weights, *shared = given
+    x, w_gate, w_up, w_down, ids, weights, *shared = given[:8]
     check_matrix("x", x)
     for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
         if weight is not None and weight.dim() != 3:
@@ -79,38 +91,22 @@ def check_experts(given: Experts) -> None:
             check(name, weight, (shared[0].shape[0], x.shape[1]), x.dtype)
 
 
-def check_routes(ids: Tensor, weights: Tensor, t: int, count: int) -> None:
-    """Raise unless ids and weights of ``t`` tokens fit each other, and ``count`` experts are not too many."""
-    if not 0 < count <= geometry.MAX_EXPERTS:
-        raise ValueError(f"there must be 1 to {geometry.MAX_EXPERTS} experts, got {count}")
-    if ids.dim() != 2 or ids.shape[0] != t or not 0 < ids.shape[1] <= geometry.MAX_EXPERTS_OF_TOKEN:
-        most = geometry.MAX_EXPERTS_OF_TOKEN
-        raise ValueError(f"ids must be [{t}, k] with k from 1 to {most}, got {list(ids.shape)}")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids must be int32 or int64, got {ids.dtype}")
-    check("weights", weights, tuple(ids.shape), torch.float32)
-
-
-def _fake(
-    x: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    compression: int,
-    strategy: str,
-    activation: str = "relu",
-    threshold: float = 0.0,
-    invariant: bool = False,
-    shared_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-) -> Tensor:
+def _fake(*arguments: Any) -> Tensor:
+    given, (compression, strategy, name, threshold, invariant) = _given(arguments)
     require_how(strategy, invariant)
-    activation_of(activation, threshold, w_up is not None).level(x.dtype)
     geometry.words_per_tile(compression)
-    check_experts(Experts(x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down))
-    return x.new_empty(x.shape)
+    scaled = given.down_scale is not None
+    dtype = torch.bfloat16 if scaled else given.x.dtype
+    activation_of(name, threshold, given.w_up is not None).level(dtype)
+    if scaled:
+        experts_e4m3.check(given, strategy, invariant)
+    else:
+        for name in ("x_scale", "gate_scale", "up_scale"):
+            if getattr(given, name) is not None:
+                raise ValueError(f"{name} must be None without down_scale, got a tensor")
+        check_experts(given)
+    y: Tensor = given.x.new_empty(given.x.shape, dtype=dtype)
+    return y
 
 
 def require_how(strategy: str, invariant: bool) -> None:
@@ -125,6 +121,9 @@ def _cpu(*arguments: Any) -> Tensor:
     given, (_, strategy, name, threshold, invariant) = _given(arguments)
     check_ids(given.ids, len(given.w_gate))
     activation = activation_of(name, threshold)
+    if given.down_scale is not None:
+        y.copy_(experts_e4m3.sums(given, activation, strategy == "row"))
+        return y
     if strategy == "dense" or (strategy == "auto" and not invariant):
         return dense(given, activation)
     if not invariant and _in_one_pass(given, specs.SM90):
@@ -138,16 +137,9 @@ def _given(arguments: Sequence[Any]) -> tuple[Experts, Sequence[Any]]:
     return Experts(*arguments[:6], *arguments[11:]), arguments[6:11]
 
 
-def check_ids(ids: Tensor, count: int, name: str = "ids") -> None:
-    """Raise ValueError for an id beyond ``count`` experts; it waits for a GPU."""
-    wrong = (ids < -1) | (ids >= count)
-    if bool(wrong.any()):
-        raise ValueError(f"{name} must be from -1 to {count - 1}, got {int(ids[wrong][0])}")
-
-
 def _sums(given: Experts, activation: Activation, rounds: bool) -> Tensor:
     """y in fp32, of gates that are rounded, and hidden states that are once they are weighted, or not."""
-    x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down = given
+    x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down, *_ = given
     y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
 
     def add(tokens: Tensor, first: Tensor, second: Tensor | None, down: Tensor, weight: Tensor) -> None:
@@ -175,9 +167,11 @@ def _cuda(*arguments: Any) -> Tensor:
     y = _fake(*arguments)
     given, (compression, strategy, name, threshold, invariant) = _given(arguments)
     activation = activation_of(name, threshold)
-    x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down = given
+    x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down, *_ = given
     if not x.numel():
         return y
+    if given.down_scale is not None:
+        return experts_e4m3.on_cuda(given, y, compression, strategy, activation)
     family = tuning.family(x.device.index)
     one_pass = not invariant and _in_one_pass(given, family)
     if strategy == "auto" and not invariant:
@@ -228,32 +222,6 @@ def _with_shared(y: Tensor, given: Experts, activation: Activation) -> Tensor:
     return torch.addmm(y, hidden, given.shared_down)
 
 
-def aligned(small: Tensor) -> Tensor:
-    """A contiguous tensor at an aligned address; a copy of one that is not."""
-    small = small.contiguous()
-    return small if small.data_ptr() % ALIGNMENT == 0 else small.clone()
-
-
-def slabs(weight: Tensor) -> Tensor:
-    """Experts' weights as kernels read them; a copy of those that lie otherwise."""
-    if is_readable(weight):
-        return weight
-    warn_once(
-        "weights of experts are copied at each call: expected matrices of aligned rows, and w_down [E, K, N] as the "
-        "transposed view of [E, N, K]"
-    )
-    return weight.clone(memory_format=torch.contiguous_format)
-
-
-def is_readable(weight: Tensor) -> bool:
-    """Whether kernels read weights [E, N, K] in place."""
-    between, pitch, unit = weight.stride()
-    apart = unit == 1 and pitch * weight.itemsize % ALIGNMENT == 0 and weight.data_ptr() % ALIGNMENT == 0
-    apart = apart and pitch >= weight.shape[2]
-    near = between * len(weight) <= REACH
-    return apart and near and between % pitch == 0 and between >= pitch * weight.shape[1]
-
-
 def launches(
     p: Program,
     x: View,
@@ -299,69 +267,6 @@ def launches(
     p.launch(down, *layer, own, heavy, pairs.owners, pairs.places, weights, *numbers)
 
 
-class Pairs(NamedTuple):
-    """Pairs of a token and an expert, as kernels take them; see expert_pairs.py."""
-
-    rows: View  # of x
-    owners: View
-    places: View
-    units: View
-    total: View
-
-
-def in_order(p: Program, ids: View, x: View, count: int, most: int, counters: View) -> Pairs:
-    """Launch what puts rows of x in the order of ``count`` experts, in units of up to ``most``, and clears counters."""
-    number = math.prod(ids.shape)
-    some = min(number, count + number // most)
-    if some > _MOST_UNITS:
-        raise NotImplementedError(f"expected at most {_MOST_UNITS} units of {most} pairs, got {number} pairs")
-    owners, places = (p.scratch(torch.int32, number) for _ in range(2))
-    rows = p.scratch(x.dtype, number, x.shape[1])
-    units, total = p.scratch(torch.int32, some, 4), p.scratch(torch.int32, 4)
-    results = owners, places, rows, units, total, counters, p.scratch(torch.int32, count)
-    spec = specs.ExpertPairsSpec(tuning.dtype_name(x.dtype))
-    p.launch(spec, _words(ids), x, *results, most, tuning.PAIR_CTAS * p.multiprocessors)
-    return Pairs(rows, owners, places, units, total)
-
-
-def hidden_states(
-    p: Program, spec: specs.Spec, pairs: Pairs, rows: Any, weights: Any, n: int, how: tuple[int, int, int]
-) -> View:
-    """Launch what makes the hidden states of pairs, [pairs, n], from their rows and the experts' weights."""
-    dtype, tiles = pairs.rows.dtype, geometry.tiles(n)
-    hidden = p.scratch(dtype, pairs.places.shape[0], n)
-    packed = p.scratch(torch.int32, 0, tiles * how[0]), p.scratch(dtype, 0, tiles * geometry.TILE)
-    p.launch(spec, *rows, *weights, *packed, pairs.units, pairs.total, hidden, *how)
-    return hidden
-
-
-def by_units(
-    p: Program,
-    pairs: Pairs,
-    hidden: View,
-    most: int,
-    spec: specs.Spec,
-    w_down: View,
-    scale: Any,
-    weights: View,
-    y: View,
-) -> None:
-    """Launch what fills ``y`` from hidden states: units of pairs read the union of their rows."""
-    (number, n), (_, k), units, total = hidden.shape, y.shape, pairs.units, pairs.total
-    neurons, z = p.scratch(torch.int32, units.shape[0], n), p.scratch(torch.float32, number, k)
-    compact = p.scratch(hidden.dtype, number, -(-n // geometry.CHUNK) * geometry.CHUNK)
-    name = tuning.dtype_name(hidden.dtype)
-    p.launch(specs.ExpertUnionSpec(name), hidden, units, total, neurons, compact, most)
-    second, down_rows = all_rows(w_down)
-    p.launch(spec, compact, second, *scale, neurons, units, total, z, down_rows, p.multiprocessors)
-    p.launch(specs.ExpertSumSpec(name, False), z, pairs.places, weights, y)
-
-
-def _words(ids: View) -> View:
-    """Contiguous ids [T, k] as the 32-bit words of each."""
-    return ids.at(0, torch.int32, math.prod(ids.shape), ids.dtype.itemsize // 4)
-
-
 # Grouped products
 
 
@@ -390,8 +295,6 @@ def dense(given: Experts, activation: Activation) -> Tensor:
 
 
 _grouped_mm: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
-# It takes fewer groups than this.
-GROUPS = 1024
 
 
 def _never_waits(values: Tensor, experts: int) -> bool:
@@ -409,20 +312,6 @@ def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tenso
     up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends)
     run(add_up, (_grouped(activation.hidden(gate, up), w_down, ends), places, weights, y))
     return y
-
-
-def order(p: Program, x: View, ids: View, gathered: View, places: View, ends: View) -> None:
-    """Launch what puts rows of x in the order of their experts."""
-    number = math.prod(ids.shape)
-    owners, units = p.scratch(torch.int32, number), p.scratch(torch.int32, number, 4)
-    unused = units, p.scratch(torch.int32, 4), p.scratch(torch.int32, 0)
-    pairs = _words(ids), x, owners, places, gathered, *unused, ends
-    p.launch(specs.ExpertPairsSpec(tuning.dtype_name(x.dtype)), *pairs, 1 << 30, tuning.PAIR_CTAS * p.multiprocessors)
-
-
-def add_up(p: Program, made: View, places: View, weights: View, y: View) -> None:
-    """Launch what adds the products of each token's experts."""
-    p.launch(specs.ExpertSumSpec(tuning.dtype_name(y.dtype), True), made, places, weights, y)
 
 
 def _grouped(values: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -474,7 +363,8 @@ _products_in_graphs.register_autograd(
 
 experts = register(
     "experts(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor ids, Tensor weights, int compression, "
-    f"str strategy, {ACTIVATION}, bool invariant=False, Tensor? shared_up=None, Tensor? shared_down=None) -> Tensor",
+    f"str strategy, {ACTIVATION}, bool invariant=False, Tensor? shared_up=None, Tensor? shared_down=None, "
+    "Tensor? x_scale=None, Tensor? gate_scale=None, Tensor? up_scale=None, Tensor? down_scale=None) -> Tensor",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

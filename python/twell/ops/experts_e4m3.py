@@ -1,64 +1,46 @@
-"""``experts_float8``: a layer of experts of e4m3 weights with scales, without gradients, as ``experts`` is for 16 bits.
+"""Experts of e4m3 weights with scales, behind the operator ``experts``.
 
-x is bfloat16 and quantised per token by the first kernel, or by a static ``x_scale`` [1]; or it is e4m3 with a scale
-for each token, ``x_scale`` [T]. Weights have a scale for each row of each expert, those of w_down [E, N, K] for each
-column. The formula is that of ``twell.float8``, with hidden states rounded to bfloat16; a token's experts are added in
-fp32. By "row", which is for experts without a gate, units of up to 8, 32 or 64 tokens of an expert read the rows that
-any of them needs. "dense" is grouped products of PyTorch.
-
-w_gate, w_up and w_down are e4m3 [E, N, K], gate_scale and up_scale [E, N], down_scale [E, K], and K is a multiple of
-16. "row" takes no w_up, and ``invariant`` must be False. All else is as in ``experts``; y is bfloat16.
+x is quantised per token by the first kernel, or by a static scale, unless it is e4m3 with a scale for each token. The
+formula is that of ``twell.float8``, with hidden states rounded to bfloat16; a token's experts are added in fp32. By
+"row", which is for experts without a gate, units of up to 8, 32 or 64 tokens of an expert read the rows that any of
+them needs. "dense" is grouped products of PyTorch. K is a multiple of 16, and nothing is invariant.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from twell import float8, tuning
-from twell._activation import Activation, activation_of, threshold_pair
+from twell._activation import Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.float8 import E4M3, Float8
 from twell.ops.e4m3 import MULTIPLE, check_scaled, hidden_in_float8, quantise, tokens_of
-from twell.ops.experts import (
+from twell.ops.library import check_rank, rows, transpose
+from twell.ops.operands import run
+from twell.ops.pairs import (
     GROUPS,
     add_up,
     aligned,
     by_units,
-    check_ids,
     check_routes,
     hidden_states,
     in_order,
     is_readable,
     order,
-    require_how,
     slabs,
 )
-from twell.ops.library import ACTIVATION, check_rank, register, rows, transpose
-from twell.ops.operands import run
 
 
-class ExpertsFloat8(NamedTuple):
-    """x [T, K]; w_gate, w_up and w_down [E, N, K], with scales [E, N] and, of w_down, [E, K]; ids and weights [T, k].
-
-    Without a gate there is no w_up, and the up projection stands at w_gate.
-    """
-
-    x: Tensor
-    x_scale: Tensor | None
-    w_gate: Tensor
-    gate_scale: Tensor
-    w_up: Tensor | None
-    up_scale: Tensor | None
-    w_down: Tensor
-    down_scale: Tensor
-    ids: Tensor
-    weights: Tensor
-
-
-def check_experts_float8(given: ExpertsFloat8) -> None:
-    """Raise unless the operands fit each other."""
+def check(given: Any, strategy: str, invariant: bool) -> None:
+    """Raise unless the operands, ``ops.experts.Experts``, fit each other and a call may be asked to run so."""
+    if invariant:
+        raise NotImplementedError("experts of e4m3 weights have no invariant form, got invariant=True")
+    if given.shared_up is not None or given.shared_down is not None:
+        raise NotImplementedError("experts of e4m3 weights take no shared layer, got one")
+    if given.gate_scale is None:
+        raise ValueError("gate_scale must be given with down_scale, got None")
     check_rank("x", given.x)
     if given.w_gate.dim() != 3:
         raise ValueError(f"w_gate must have three dimensions, got {list(given.w_gate.shape)}")
@@ -69,29 +51,11 @@ def check_experts_float8(given: ExpertsFloat8) -> None:
         raise ValueError(f"experts of e4m3 weights must have {limits}, got K = {k}, N = {n}")
     check_scaled(given)
     check_routes(given.ids, given.weights, t, count)
-
-
-def _fake(*arguments: Any) -> Tensor:
-    given, (compression, strategy, name, threshold, invariant) = ExpertsFloat8(*arguments[:10]), arguments[10:]
-    require_how(strategy, False)
-    if invariant:
-        raise NotImplementedError("experts of e4m3 weights have no invariant form, got invariant=True")
-    activation_of(name, threshold, given.w_up is not None).level(torch.bfloat16)
-    geometry.words_per_tile(compression)
-    check_experts_float8(given)
     if strategy == "row" and given.w_up is not None:
         raise NotImplementedError('"row" takes experts of e4m3 weights without a gate, got one; "dense" takes them')
-    return given.x.new_empty(given.x.shape, dtype=torch.bfloat16)
 
 
-def _cpu(*arguments: Any) -> Tensor:
-    y = _fake(*arguments)
-    given, (_, strategy, name, threshold, _) = ExpertsFloat8(*arguments[:10]), arguments[10:]
-    check_ids(given.ids, len(given.w_gate))
-    return y.copy_(_sums(given, activation_of(name, threshold), strategy == "row"))
-
-
-def _sums(given: ExpertsFloat8, activation: Activation, by_row: bool) -> Tensor:
+def sums(given: Any, activation: Activation, by_row: bool) -> Tensor:
     """y in fp32 by PyTorch's own operators, expert by expert; a GPU is waited for. Autocast must be off."""
     y = torch.zeros(given.x.shape, dtype=torch.float32, device=given.x.device)
     x = tokens_of(given.x, given.x_scale)
@@ -113,12 +77,8 @@ def _sums(given: ExpertsFloat8, activation: Activation, by_row: bool) -> Tensor:
     return y
 
 
-def _cuda(*arguments: Any) -> Tensor:
-    y = _fake(*arguments)
-    given, (compression, strategy, name, threshold, _) = ExpertsFloat8(*arguments[:10]), arguments[10:]
-    activation = activation_of(name, threshold)
-    if not given.x.numel():
-        return y
+def on_cuda(given: Any, y: Tensor, compression: int, strategy: str, activation: Activation) -> Tensor:
+    """Fill y and return it."""
     on_hopper = tuning.family(given.x.device.index) == specs.SM90
     if strategy == "auto":
         number, top = given.ids.shape
@@ -131,7 +91,7 @@ def _cuda(*arguments: Any) -> Tensor:
         if on_hopper and n % MULTIPLE == 0 and count < GROUPS:
             return _dense_on_hopper(given, activation, y)
         with torch.autocast("cuda", enabled=False):
-            return y.copy_(_sums(given, activation, False))
+            return y.copy_(sums(given, activation, False))
     if not on_hopper:
         raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
     weights = (slabs(w.view(torch.uint8)) for w in (given.w_gate, given.w_down))
@@ -141,7 +101,7 @@ def _cuda(*arguments: Any) -> Tensor:
     return y
 
 
-def _rows(given: ExpertsFloat8) -> tuple[Tensor, Tensor | None]:
+def _rows(given: Any) -> tuple[Tensor, Tensor | None]:
     """x, and a static scale; rows in e4m3 as bytes [T, K + 16], the scale of each behind its values."""
     x, x_scale = given.x, given.x_scale
     if x.dtype != E4M3 or x_scale is None:
@@ -203,7 +163,7 @@ def _split(made: View, k: int) -> tuple[View, View]:
 # Grouped products
 
 
-def _dense_on_hopper(given: ExpertsFloat8, activation: Activation, y: Tensor) -> Tensor:
+def _dense_on_hopper(given: Any, activation: Activation, y: Tensor) -> Tensor:
     """y, filled by one grouped product for each projection and kernels around them, without a wait."""
     x, x_scale = _rows(given)
     ids, weights, k = aligned(given.ids), aligned(given.weights), given.x.shape[1]
@@ -240,14 +200,3 @@ def _grouped(values: Tensor, scale: Tensor, weights: Tensor, of_weights: Tensor,
     how: Any = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
     made: Tensor = torch._scaled_grouped_mm(values, weights, scale, of_weights.contiguous(), **how)
     return made
-
-
-experts_float8 = register(
-    "experts_float8(Tensor x, Tensor? x_scale, Tensor w_gate, Tensor gate_scale, Tensor? w_up, Tensor? up_scale, "
-    "Tensor w_down, Tensor down_scale, Tensor ids, Tensor weights, int compression, str strategy, "
-    f"{ACTIVATION}, bool invariant=False) -> Tensor",
-    fake=_fake,
-    cpu=_cpu,
-    cuda=_cuda,
-    instead="twell.sparse_experts",
-)
