@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +28,8 @@ class Call(NamedTuple):
 
     totals: whether the sum of |h| and the number of non-zeros are wanted, too. screen: whether an int8 product says
     which gates are computed. passes: what runs it without the dispatcher. first: of the weights' gradients the columns
-    from here on are wanted, of w_down [K, N] the rows; the others may hold anything. Errors speak of ``name``.
+    from here on are wanted, of w_down [K, N] the rows; the others may hold anything. given: a gate [M, N] before its
+    activation stands in the place of w_gate, x is [M, K] or absent, and no weight has a main. Errors speak of ``name``.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Call(NamedTuple):
     note: Note | None = None
     passes: Passes | None = None
     first: int = 0
+    given: bool = False
 
 
 def ffn(
@@ -50,13 +53,14 @@ def ffn(
     returning it. ``direct``: as ``is_direct``; then kernels run without the dispatcher where they can read x [..., K]
     and all operands in place.
     """
-    x, passes, how = operands.x, None, call
+    x: Any = operands.x
+    passes, how = None, call
     if direct and x.numel():
         how_many = call.compression, call.held, call.activation, call.screen, call.totals, call.first
         passes = passes_of(Form.of(operands), *how_many)
     if passes is not None:
         how = passes.call if call.note is None else call._replace(passes=passes)
-    elif x.dim() != 2 and _modes.compiling():
+    elif not call.given and x.dim() != 2 and _modes.compiling():
         operands = operands._replace(x=x.reshape(-1, x.shape[-1]))
     given = operands
     if not _modes.compiling():
@@ -68,7 +72,7 @@ def ffn(
     if found is None:
         return ffn(call, operands, mains)
     y, l1, nonzeros = found if call.totals else (found, None, None)
-    return (y if y.dim() == x.dim() else unviewed(y, x.shape)), l1, nonzeros
+    return (y if call.given or y.dim() == x.dim() else unviewed(y, x.shape)), l1, nonzeros
 
 
 class Passes:
@@ -175,11 +179,12 @@ class _FFN(torch.autograd.Function):
                 return None
         else:
             # x is saved as it is, whichever way: a recomputation may take the other one
-            matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-            layer = matrix, w_gate, w_up, w_down.t(), b_gate, b_up, b_down
-            found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen)
+            matrix = x if call.given or x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            first, gate = (None, w_gate) if call.given else (w_gate, None)
+            layer = matrix, first, w_up, w_down.t(), b_gate, b_up, b_down
+            found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen, gate)
         y, l1, nonzeros, kept = found
-        if y.dim() != x.dim():
+        if not call.given and y.dim() != x.dim():
             y = unviewed(y, x.shape)
         if call.note is not None:
             call.note(nonzeros, kept)
@@ -222,7 +227,8 @@ class _FFN(torch.autograd.Function):
                 found = call.passes.backward(dy, dl1, saved, needs)
             if found is None:
                 with torch.no_grad():
-                    found = gradients_of(dy, dl1, saved, needs, mains or Mains(), call.activation, call.first)
+                    how = mains or Mains(), call.activation, call.first, call.given
+                    found = gradients_of(dy, dl1, saved, needs, *how)
             gradients = found
         db_down = None
         if of_b_down and dy is not None:
@@ -302,19 +308,22 @@ def gradients_of(
     mains: Mains,
     activation: Activation,
     first: int = 0,
+    given: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Add the gradients of weights that have a main to it, and return the others that are needed, but of b_down."""
     x, w_gate, w_up, w_down, b_gate, b_up, kept = saved
     of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, _ = needs
-    shape = x.shape
+    tokens, (gate, w_gate) = (w_gate, (w_gate, None)) if given else (x, (None, w_gate))
+    shape = tokens.shape
     if len(shape) != 2:
         x, dy = (None if t is None else t.reshape(-1, shape[-1]) for t in (x, dy))
     # the gradient of l1 alone leaves the down projection out
     of_down = of_down and dy is not None
     if dy is None:
-        dy = torch.zeros_like(x)
+        dy = tokens.new_zeros((math.prod(shape[:-1]), len(w_down)))
     arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, kept)
-    weights_needed = (of_gate, of_up, of_down)
+    # the gradient of a given gate is asked for by itself
+    weights_needed = (of_gate and not given, of_up, of_down)
 
     if any(needed and main is not None for needed, main in zip(weights_needed, mains)):
         targets: list[Any] = []
@@ -337,7 +346,7 @@ def gradients_of(
         )
     else:
         weight_grad = any(weights_needed) or of_b_gate or of_b_up
-        found: Any = ops.hybrid_backward(*arguments, of_x, weight_grad, *activation, first)
+        found: Any = ops.hybrid_backward(*arguments, of_x, weight_grad, *activation, first, gate, of_gate and given)
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = found
         # stored as the weight is, for optimizers that flatten gradients
         dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if of_down else None

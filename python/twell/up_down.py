@@ -1,6 +1,6 @@
 """``sparse_up_down``: the up and down projections at the non-zeros of a gate that the caller has computed."""
 
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,29 +16,12 @@ from twell._runtime.log import warn_once
 from twell.functional import Strategy
 from twell.ops import hybrid
 from twell.ops.library import no_view, unviewed
+from twell.ops.operands import Layer, Mains, Operands
 from twell.strategy.plan import Facts, Route, route_of, routed
 from twell.strategy.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.strategy.tables import imposed_on_call
 
 _NAME = "sparse_up_down"
-
-
-class Given(NamedTuple):
-    """A given gate [M, N] and the operands behind it: w_down [N, K]; without w_up neither x nor b_up."""
-
-    gate: Any
-    x: Any
-    w_up: Any
-    w_down: Any
-    b_up: Any
-    b_down: Any
-
-    def tokens(self, k: int) -> Tensor:
-        """x, or what has its shape [..., k]."""
-        gate, x, *_ = self
-        if x is None:
-            x = gate[..., :1].expand(*gate.shape[:-1], k)
-        return x  # type: ignore[no-any-return]
 
 
 def sparse_up_down(
@@ -97,7 +80,7 @@ def run(
     """Run ``sparse_up_down``; ``made`` as in ``functional.run``."""
     t = _admit(operands)
     w_up, w_down = operands["w_up"], operands["w_down"]
-    given = Given(*(t.get(name) for name in Given._fields))
+    given = Layer(*(t.get(name) for name in Layer._fields))
     site = strategy if isinstance(strategy, AutoStrategy) else None
     asked = strategy if site is None else "auto"
     training = bool(needing_grad(t))
@@ -151,7 +134,7 @@ def _admit(operands: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def _routed(
-    given: Given,
+    given: Layer,
     operands: dict[str, Tensor],
     asked: Any,
     site: AutoStrategy | None,
@@ -192,7 +175,8 @@ def _routed(
     if site is not None and facts.tracing:
         route = route_of(site.trace(m, copied))
     else:
-        tokens = given.tokens(k)
+        # what has the shape of x
+        tokens = gate[..., :1].expand(*gate.shape[:-1], k) if given.x is None else given.x
         how = n, given.w_up is not None, True, copied
         route = without_site(tokens, *how) if site is None else site.begin(tokens, *how)
     # a site that others share may know the screen
@@ -200,10 +184,10 @@ def _routed(
 
 
 def _dense(
-    given: Given, activation: Activation, route: Route, return_aux: bool, made: Made | None
+    given: Layer, activation: Activation, route: Route, return_aux: bool, made: Made | None
 ) -> tuple[Tensor, Any, Any]:
     """The same by PyTorch's own operators."""
-    gate, x, w_up, w_down, b_up, b_down = given
+    x, _, w_up, w_down, _, b_up, b_down, gate, *_ = given
     if route.measurement is not None:
         route.measurement.dense(gate, activation.level(gate.dtype))
     if made is None or made.dense is None:
@@ -219,72 +203,40 @@ def _dense(
     return y, l1, packed.numel() - (packed <= activation.level(gate.dtype)).sum()
 
 
-def _flat(given: Given) -> list[Tensor | None]:
-    """The operands as the operators take them."""
-    gate, x, w_up, w_down, b_up, b_down = given
+def _flat(given: Layer) -> Any:
+    """x, the gate, w_up, w_down [K, N] and the biases, of tokens [M]."""
+    x, _, w_up, w_down, _, b_up, b_down, gate, *_ = given
     if gate.dim() != 2:
         gate = gate.reshape(-1, gate.shape[-1])
         x = None if x is None else x.reshape(-1, x.shape[-1])
-    return [gate, x, w_up, w_down.t(), b_up, b_down]
+    return x, gate, w_up, w_down, None, b_up, b_down
 
 
 def _infer(
-    given: Given, activation: Activation, compression: int, strategy: str, site: Tensor | None, return_aux: bool
+    given: Layer, activation: Activation, compression: int, strategy: str, site: Tensor | None, return_aux: bool
 ) -> tuple[Tensor, Any, Any]:
-    gate, x, w_up, w_down, b_up, b_down = _flat(given)
-    arguments = x, None, w_up, w_down, None, b_up, b_down, compression, strategy, site, *activation, False, False, gate
+    x, gate, w_up, w_down, *biases = _flat(given)
+    arguments = x, None, w_up, w_down.t(), *biases, compression, strategy, site, *activation, False, False, gate
     y, l1, nonzeros = ops.ffn_aux(*arguments) if return_aux else (ops.ffn(*arguments), None, None)
     return _as_given(y, given), l1, nonzeros
 
 
 def _train(
-    given: Given, activation: Activation, compression: int, route: Route, first_column: int
+    given: Layer, activation: Activation, compression: int, route: Route, first_column: int
 ) -> tuple[Tensor, Any, Any]:
-    how = activation, compression, route.held, route.measurement, first_column
-    y, l1, nonzeros = cast(Any, _UpDown.apply(how, *_flat(given)))  # type: ignore[no-untyped-call]
+    measurement, layer, note = route.measurement, Operands(*_flat(given)), None
+    if measurement is not None:
+
+        def note(nonzeros: Tensor, kept: Tensor) -> None:
+            most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, route.held)
+            measurement.counts(nonzeros, hybrid.sizes(kept, len(layer.w_gate))[:-1], most=most)
+
+    call = _autograd.Call(_NAME, compression, route.held, activation, totals=True, note=note)
+    y, l1, nonzeros = _autograd.ffn(call._replace(first=first_column, given=True), layer, Mains())
     return _as_given(y, given), l1, nonzeros
 
 
-def _as_given(y: Tensor, given: Given) -> Tensor:
+def _as_given(y: Tensor, given: Layer) -> Tensor:
     """y with the leading dimensions of the gate."""
     lead = given.gate.shape[:-1]
     return y if len(lead) == 1 else unviewed(y, torch.Size((*lead, y.shape[-1])))
-
-
-class _UpDown(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, how: tuple[Any, ...], *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
-        activation, compression, held, measurement, ctx.first = how
-        gate, x, w_up, w_down, b_up, b_down = operands
-        layer = x, None, w_up, w_down, None, b_up, b_down
-        y, l1, nonzeros, kept = ops.hybrid_forward(*layer, compression, held, *activation, False, gate)
-        if measurement is not None:
-            most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, held)
-            measurement.counts(nonzeros, hybrid.sizes(kept, gate.shape[0])[:-1], most=most)
-        ctx.save_for_backward(gate, x, w_up, w_down, b_up, kept)
-        ctx.activation = activation
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(nonzeros)
-        return y, l1, nonzeros
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None = None, _: None = None) -> tuple[Tensor | None, ...]:
-        of_gate, of_x, of_up, of_down, of_b_up, of_b_down = needs = ctx.needs_input_grad[1:]
-        found: list[Tensor | None] = [None] * 6
-        saved = ctx.saved_tensors
-        gate, x, w_up, w_down, b_up, kept = saved
-        if any(needs[:5]) and not (dy is None and dl1 is None):
-            weights = of_up or (of_down and dy is not None) or of_b_up
-            upstream = gate.new_zeros((gate.shape[0], w_down.shape[1])) if dy is None else dy
-            layer = x, None, w_up, w_down, None, b_up, kept
-            with torch.no_grad():
-                d_x, d_gate, d_up, d_down, _, d_b_up = ops.hybrid_backward(
-                    upstream, dl1, *layer, of_x, weights, *ctx.activation, ctx.first, gate, of_gate
-                )
-            found[:5] = d_gate, d_x, d_up, d_down if dy is not None else None, d_b_up
-        if of_b_down and dy is not None:
-            found[5] = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
-        gradients = [gradient if needed else None for gradient, needed in zip(found, needs)]
-        if not _modes.compiling() and torch.is_grad_enabled():
-            gradients = _autograd.first_order(_NAME, gradients, (dy, dl1, *saved))
-        return None, *gradients

@@ -9,7 +9,13 @@ large, adds nothing.
 x [T, K]; w_gate, w_up and w_down [E, N, K], with E up to 1,024; ids int32 or int64 and weights float32, both [T, k],
 with k up to 32; shared_up and shared_down [S, K], a layer of all tokens beside. Without a gate w_up is None, and the up
 projection stands at w_gate. Each weight may be a part of a larger one, as gate and up often are, if all its rows are
-equally far apart. ``compression`` is 2, 4 or 8, ``strategy`` "auto", "dense" or "row"; ``invariant`` goes with "auto"
+equally far apart.
+
+Weights in e4m3 have float32 scales: gate_scale and up_scale [E, N], down_scale [E, K]. Then x is e4m3 with x_scale [T],
+or bfloat16, which is quantised per token or by a static x_scale [1]; K is a multiple of 16, y is bfloat16, "row" takes
+no w_up, and nothing is invariant or shared.
+
+``compression`` is 2, 4 or 8, ``strategy`` "auto", "dense" or "row"; ``invariant`` goes with "auto"
 and "row". ``activation`` and ``threshold`` are the layer's. y is [T, K]. On a CPU "auto" is dense, and an id below -1
 or of E or more raises ValueError; on a GPU "auto" is as in ``twell.sparse_experts``.
 """
