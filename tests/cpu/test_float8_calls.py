@@ -1,6 +1,7 @@
 """Calls on e4m3 weights without a GPU: the formula, what operands may be, the modules, and launches on a fake GPU."""
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -181,3 +182,12 @@ def test_explain() -> None:
     route = site.begin(torch.zeros(300, K, dtype=BF16), N, True, False, False, float8=True)
     assert route.strategy in ("row", "union")
     assert route.measurement is not None
+
+
+def test_a_cpu_runs_a_call_that_would_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph that was made for a GPU; it counts nothing."""
+    monkeypatch.setattr(sys.modules["twell.ops.ffn"], "imposed_on_call", lambda *device: "")
+    gate, up, down = weights()
+    x = X[:1].repeat(40, 1)
+    y = twell.sparse_gated_ffn(x, gate, up, down, strategy=twell.AutoStrategy())
+    assert_same(y, twell.sparse_gated_ffn(x, gate, up, down, strategy="row"))

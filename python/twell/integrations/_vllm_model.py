@@ -344,7 +344,8 @@ class RunsFFN(UnquantizedLinearMethod):  # type: ignore[misc]
         first, tokens = self._first, x.reshape(-1, x.shape[-1])
         gate, up = self._halves(first.weight)
         b_gate, b_up = self._halves(first.bias)
-        how = self.compression, self.route.strategy, gate, *self.activation, self.route.screen, self.route.invariant
+        screen = self.route.screen and not self._float8
+        how = self.compression, self.route.strategy, gate, *self.activation, screen, self.route.invariant
         # a plain eager call need not go through the dispatcher
         alone = not _modes.compiling() and not torch.is_grad_enabled() and is_direct(x)
         operator: Any = direct if alone else torch.ops.twell.ffn

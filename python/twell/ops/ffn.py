@@ -60,7 +60,7 @@ from twell.strategy.tables import SCREENED, imposed_on_call
 
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
-_Counted = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+_Counted = tuple[Tensor, Any, Any, Tensor | None, Tensor | None]
 
 
 def _run(
@@ -94,7 +94,8 @@ def _run(
     y, l1, stats, unions, candidates = found
     # the same y, whether its figures are wanted or not
     y = y if own is None else own
-    if not totals and measurement is None:
+    if stats is None or (not totals and measurement is None):
+        # on a CPU nothing counts values in e4m3
         return y, None, None
     counts = stats.select(2, 0)
     nonzeros = counts.sum()
