@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import COUNTED, LAYERS, ROW, SIZES, TWO_RANKS, Serve, checkpoint, counted, greedy
+from served import COUNTED, LAYERS, ROW, SIZES, TWO_RANKS, Serve, assert_alike, checkpoint, counted, greedy
 
 # Kind of model, activation, and its down projections.
 MODELS = [
@@ -40,7 +40,8 @@ def test_compiled_chosen_by_auto_and_tensor_parallel(kind: str, tmp_path: Path, 
     # graphs of both are kept in one folder
     stock = serve(model, plugin=False, enforce_eager=False)
     served = serve(model, enforce_eager=False, request={"chooses": True})
-    assert served.tokens == stock.tokens
+    # few tokens add up in another order
+    assert_alike(served, stock)
     # the operator ran, for requests
     assert counted(served) == COUNTED
     # compiled code may round otherwise than eager calls
