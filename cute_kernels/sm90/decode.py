@@ -212,7 +212,7 @@ class Decode(Lists):
             if warp == WARPS:
                 self.produce(o, s, at)
             elif warp < self.sender:
-                # nobody waits for a helper that copies nothing, so it could miss a phase
+                # no barrier holds back for a warp without rows, so that one could miss a phase
                 if (at.width > 0) & ((warp - WARPS) * self.rows < ROWS):
                     self.help(o, s, at)
             elif warp < self.reducer:

@@ -46,6 +46,13 @@ def check_layer(layer: Layer) -> None:
             check(name, bias, (length,), torch.bfloat16)
 
 
+def require_no_scales(given: Any) -> None:
+    """Raise ValueError if a matrix of weights without ``down_scale`` has scales."""
+    for name in SCALES[:3]:
+        if getattr(given, name) is not None:
+            raise ValueError(f"{name} must be None without down_scale, got a tensor")
+
+
 def check_scaled(layer: Any) -> None:
     """Raise unless x, the weights and their scales fit each other, of a ``Layer`` or of experts [E, ...]."""
     (m, k), (*lead, n, _) = layer.x.shape, layer.w_gate.shape

@@ -33,6 +33,7 @@ from twell._arguments import require_choice
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops import decode, experts_e4m3, hybrid
+from twell.ops.e4m3 import require_no_scales
 from twell.ops.gate_pack import gate_on_cpu
 from twell.ops.library import ACTIVATION, check, check_matrix, register, rows
 from twell.ops.operands import run
@@ -107,9 +108,7 @@ def _fake(*arguments: Any) -> Tensor:
     if scaled:
         experts_e4m3.check(given, strategy, invariant)
     else:
-        for name in ("x_scale", "gate_scale", "up_scale"):
-            if getattr(given, name) is not None:
-                raise ValueError(f"{name} must be None without down_scale, got a tensor")
+        require_no_scales(given)
         check_experts(given)
     y: Tensor = given.x.new_empty(given.x.shape, dtype=dtype)
     return y

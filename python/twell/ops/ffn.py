@@ -261,9 +261,7 @@ def _check(layer: Layer, invariant: bool, totals: bool) -> None:
             raise NotImplementedError("ffn_aux takes weights of 16 bits, got scales of e4m3 ones")
         e4m3.check_layer(layer)
         return
-    for name in ("x_scale", "gate_scale", "up_scale"):
-        if getattr(layer, name) is not None:
-            raise ValueError(f"{name} must be None without down_scale, got a tensor")
+    e4m3.require_no_scales(layer)
     if layer.gate is not None and invariant:
         raise NotImplementedError("invariant=True goes with a gate that the layer computes, got a given one")
     check_operands(layer)
