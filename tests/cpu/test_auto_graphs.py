@@ -16,7 +16,7 @@ from twell import _modes, testing
 from twell._activation import RELU
 from twell._runtime import geometry
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
-from twell.ops.ffn import _chosen, on_cuda
+from twell.ops.ffn import on_cuda
 from twell.ops.operands import Layer
 from twell.strategy import costs, tables
 from twell.strategy import site as sites
@@ -92,9 +92,10 @@ def test_figures_decide_for_a_graph_by_the_time_of_the_gpu(nonzeros: float, down
 
 
 @pytest.mark.parametrize(("k", "n"), [(2048, 5632), (4096, 14336)])
-def test_a_graph_without_figures_is_sparse_up_to_64_tokens(k: int, n: int) -> None:
-    for m, strategies in ((8, "row union"), (64, "row union"), (65, "dense"), (512, "dense"), (513, "union row")):
-        problem = Problem(m, k, n, True, False)
+@pytest.mark.parametrize("float8", [False, True])
+def test_a_graph_without_figures_is_sparse_where_that_loses_nothing(k: int, n: int, float8: bool) -> None:
+    for m, strategies in ((8, "row"), (32, "row"), (33, "dense"), (512, "dense"), (513, "union row")):
+        problem = Problem(m, k, n, True, False, float8=float8)
         chosen = sites.AutoStrategy()._peek(problem, record=True)[0]
         assert chosen in strategies.split()
         # a call without a site will know nothing, either
@@ -107,13 +108,10 @@ def test_a_graph_without_figures_is_sparse_up_to_64_tokens(k: int, n: int) -> No
 @pytest.mark.parametrize("totals", [True, False], ids=["totals", "y"])
 def test_a_given_gate_in_a_graph_of_few_tokens(gated: bool, totals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(_modes, "capturing", lambda x: True)
-    monkeypatch.setattr(tables, "in_use", lambda on: tables.SHIPPED)
     p = testing.make("topic29", 64, 2048, 5632, device="cpu")
     up = (p.x, p.w_up) if gated else (None, None)
     layer = Layer(up[0], None, up[1], p.w_down, gate=torch.mm(p.x, p.w_gate.t()))
-    route = _chosen(layer, RELU, Route("auto"), None)
-    on_cuda(layer._replace(w_down=p.w_down.t()), 8, RELU, route, totals)
+    on_cuda(layer._replace(w_down=p.w_down.t()), 8, RELU, Route("row"), totals)
     assert gpu.names()[-1] == "up_down_token"
     (*_, counters, weights, stats, helpers, _), form = gpu.launches[-1][1][:-2], gpu.launches[-1][1][-2:]
     assert counters.shape == (geometry.TOKEN_COUNTERS + 64 * gpu.launches[-1][0].cluster,)

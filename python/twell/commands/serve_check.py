@@ -465,7 +465,7 @@ def _report(
     yield "non-zeros: mean per token. union: share of the neurons that 128 tokens fire, which follow each other in a"
     yield "  text as in a prompt, or come from many places as in a batch. layers: with the products for query, key,"
     yield "  value and output, by numbers of weights, without attention itself, which reads the cache of sequences."
-    yield "A server without figures runs batches of 65 to 512 sequences dense, and smaller ones by assumed figures."
+    yield "A server without figures runs batches of 33 to 512 sequences dense."
     yield "Calls of up to 1,024 tokens count as batches, others as text, as in a server that has measured none."
     yield f"Dense in 16 bits computes gate and up in one product for up to {MERGED_TOKENS} tokens, as in servers;"
     yield "  `twell analyze` takes it for two, and all calls for tokens that follow each other in a text."

@@ -55,9 +55,10 @@ def trouble(
                 ids = torch.zeros(m, 1, dtype=torch.int32, device=on)
                 torch.ops.twell.experts(*layer, ids, ids.float(), compression, "row", *how, None, None, *own)
             else:
-                strategy = "row" if route.strategy == "auto" else route.strategy
-                how = *activation, route.screen and not e4m3, route.invariant
-                torch.ops.twell.ffn(*layer, None, None, None, compression, strategy, None, *how, None, *own)
+                named = "row" if route.strategy == "auto" else route.strategy
+                for strategy, screen in [(named, False), *[("union", True)] * (route.screen and not e4m3)]:
+                    how = *activation, screen, route.invariant
+                    torch.ops.twell.ffn(*layer, None, None, None, compression, strategy, None, *how, None, *own)
         torch.cuda.synchronize(on)
     except Exception as error:
         # whatever goes wrong here would go wrong in a request
