@@ -145,13 +145,13 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
         if not absolute:
 
             def size_of(name: str, t: Tensor, e: int = e, tokens: Tensor = tokens) -> Tensor:
-                """The size of a projection; terms of e4m3 that cancel leave errors of their own size."""
+                """The size of a projection; terms that cancel leave errors of their own size."""
                 size = t.detach().abs()
                 if case.rank and f"w_{name}" in w:
                     size = size + adapted(name, x[tokens], Tensor.abs).detach()
-                if case.scales and not case.exact and f"w_{name}" in w:
+                if not case.exact and f"w_{name}" in w:
                     terms = x[tokens].abs() @ w[f"w_{name}"].reshape(-1, n, k)[e].abs().t()
-                    size = size + FAST_SUMMATION / share * terms.detach()
+                    size = size + (FAST_SUMMATION if case.scales else SUMMATION) / share * terms.detach()
                 return size
 
             sizes = [size_of(name, t) for name, t in ((case.first, gate), ("up", up))]
