@@ -52,7 +52,7 @@ def soak() -> str:
 
 
 def engine(name: str) -> str:
-    """Steps that decode, and tokens per second of prompts, of an engine: stock, "auto" and, in ratios, "dense" if it ran.
+    """Steps that decode and tokens per second of prompts, of stock, "auto" and, in ratios, "dense" if it ran.
 
     Rows that decode have rates, too, of short runs: they tell the host's speed of the moment, and are left out.
     """
