@@ -19,11 +19,10 @@ from twell._runtime import log
 from twell._sparsify import sparsify_
 from twell.experts import sparse_experts
 from twell.float8 import Float8, quantize
-from twell.functional import pack, sparse_ffn, sparse_gated_ffn
+from twell.functional import pack, sparse_ffn, sparse_gated_ffn, sparse_up_down
 from twell.nn import explain
 from twell.packed import PackedTwell
 from twell.strategy.site import AutoStrategy
-from twell.up_down import sparse_up_down
 
 __version__ = "0.3.0"
 

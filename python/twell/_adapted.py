@@ -10,19 +10,21 @@ added to weights, where 16 bits would round them away.
 import contextlib
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _execution, _modes, functional, up_down
+from twell import _modes, functional
 from twell._activation import activation_of
 from twell._admission import sharded
 from twell._columns import Matrix, Part, assembled, narrowed, widened
+from twell._execution import Extra, Made
 from twell._plain import HOOKS_OF_ALL, calls_are_torchs, overridden
 from twell._projections import LowRank, Projection
-from twell.ops.operands import Operands
+from twell.ops.calls import How
+from twell.ops.operands import Layer
 from twell.strategy import tables
 from twell.strategy.plan import Facts, Refusal, Route, plan
 from twell.strategy.site import AutoStrategy, tokens_of
@@ -209,19 +211,19 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     first = down if given else gate
     # operators find the site by a weight that the layer holds
     held = None if first is None or first.quantised else first.linear.weight
-    made = _execution.Made(held, k if added and frozen else 0, dense)
+    extra = Extra(Made(held, k if added and frozen else 0, dense))
+    how = How(activation, strategy, False, layer._compression)
     result: Any
     with _made_again(x, [(matrices[name], weights[name]) for name in ("gate", "up", "down") if name in weights]):
         if called is None:
             function = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
-            operands = Operands(wide, cast(Tensor, w_gate), w_up, cast(Tensor, w_down), b_gate, b_up, b_down)
-            how = activation, strategy, False, layer._compression, None, with_aux, None, made
-            result = functional.run(function, operands, layer._gated, *how)
+            operands = Layer(wide, w_gate, w_up, w_down, b_gate, b_up, b_down)
+            result = functional.run(function, operands, how, None, with_aux, extra)
         else:
             of_gate = called.reshape(-1, called.shape[-1]) if added else called
-            behind = {"x": None if up is None else wide, "gate": of_gate.to(dtype), "w_up": w_up, "w_down": w_down}
-            behind |= {"b_up": b_up, "b_down": b_down}
-            result = up_down.run(behind, activation, strategy, layer._compression, with_aux, made)
+            own = None if up is None else wide
+            operands = Layer(own, None, w_up, w_down, None, b_up, b_down, of_gate.to(dtype))
+            result = functional.run(functional.sparse_up_down, operands, how, None, with_aux, extra)
     y, aux = result if with_aux else (result, None)
     # a dense call is of the projections
     if y.shape[-1] != k:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from twell import _memory, _modes
 from twell._modes import PLAIN_TENSORS, is_in_memory
 from twell._plain import behaves
-from twell.ops.operands import Mains, Operands
+from twell.ops.operands import Layer, Mains, Operands
 from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
 _OPTIONAL = ("b_gate", "b_up", "b_down")
@@ -62,6 +62,32 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
         if value.device != x.device or value.dtype != x.dtype:
             require_alike(name, present)
     return present
+
+
+def admit_given(name: str, given: Layer) -> dict[str, Tensor]:
+    """The same of a layer whose gate is given; the operands that are not None under the names of a ``Layer``."""
+    operands = {argument: getattr(given, argument) for argument in ("x", "gate", "w_up", "w_down", "b_up", "b_down")}
+    t = strided(name, operands, ("x", "w_up", "b_up", "b_down"))
+    if ("x" in t) != ("w_up" in t):
+        there, missing = ("x", "w_up") if "x" in t else ("w_up", "x")
+        raise ValueError(f"{name}: {missing} must be given with {there}, got None")
+    if "b_up" in t and "w_up" not in t:
+        raise ValueError(f"{name}: b_up must be None without w_up, got a tensor")
+    gate, w_down = t["gate"], t["w_down"]
+    if not gate.is_floating_point():
+        raise TypeError(f"{name}: gate must have a floating dtype, got {gate.dtype}")
+    if w_down.dim() != 2:
+        raise ValueError(f"{name}: w_down must be [K, N], got {list(w_down.shape)}")
+    if gate.dim() == 0:
+        raise ValueError(f"{name}: gate must be [..., N], got a scalar")
+    (k, n), lead = w_down.shape, list(gate.shape[:-1])
+    shapes = {"gate": [*lead, n], "x": [*lead, k], "w_up": [n, k], "b_up": [n], "b_down": [k]}
+    for argument, expected in shapes.items():
+        if argument in t and list(t[argument].shape) != expected:
+            others = f"w_down has K = {k}, N = {n}"
+            raise ValueError(f"{name}: {argument} must be {expected} ({others}), got {list(t[argument].shape)}")
+    require_alike(name, t)
+    return t
 
 
 def require_alike(name: str, operands: Mapping[str, Tensor]) -> None:
@@ -162,7 +188,7 @@ def sharded(operands: Mapping[str, Tensor]) -> bool:
 
 
 def require_of_neurons(
-    name: str, argument: str, value: Any, layer: Operands, expected: str, dtype: torch.dtype | None = None
+    name: str, argument: str, value: Any, layer: Layer, expected: str, dtype: torch.dtype | None = None
 ) -> None:
     """Raise unless this is a plain tensor [N] for the neurons of a layer, and of ``dtype`` if that is given."""
     if not isinstance(value, Tensor) or not behaves(value) or sharded({argument: value}):

@@ -13,12 +13,13 @@ from twell import _down_layout, _modes, functional
 from twell._activation import RELU, largest_of_each
 from twell._arguments import require, require_choice, require_flag, require_integer, require_number, require_positive
 from twell._choice import Selection, hidden_of
-from twell._execution import Aux, per_token
+from twell._execution import Aux, Extra, per_token
 from twell._float8_mlp import moving
 from twell._runtime.log import info_once, warn_once
 from twell.functional import Strategy
 from twell.ops import hybrid
-from twell.ops.operands import Operands
+from twell.ops.calls import How
+from twell.ops.operands import Layer
 from twell.strategy import tables
 from twell.strategy.explanation import Choice
 from twell.strategy.plan import Facts, Route, plan, routed
@@ -48,10 +49,10 @@ def why_dense(strategy: Any, n: int, k: int, k_out: int, dtype: torch.dtype, dev
     return answer.reason if isinstance(answer, Route) and answer.strategy == "dense" else ""
 
 
-def of_choice(layer: Operands, choice: Selection, strategy: Any, counts: Tensor | None) -> tuple[Tensor, Aux]:
+def of_choice(layer: Layer, choice: Selection, strategy: Any, counts: Tensor | None) -> tuple[Tensor, Aux]:
     """``sparse_ffn`` with ``aux`` of what PyTorch chooses of the pre-activations."""
-    how = RELU, strategy, False, 8, None, True
-    return functional.run(functional.sparse_ffn, layer, False, *how, choice=choice, counts=counts)  # type: ignore[return-value]
+    extra, how = Extra(None, choice, counts), How(RELU, strategy)
+    return functional.run(functional.sparse_ffn, layer, how, None, True, extra)  # type: ignore[return-value]
 
 
 class SparseAutoencoder(nn.Module):
@@ -307,7 +308,7 @@ class SparseAutoencoder(nn.Module):
         site = self._site() if self._strategy == "auto" else self._strategy
         weights = self.W_enc.t(), self.decoder.t()
         if self.activation == "batchtopk" and self.training:
-            layer = Operands(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
+            layer = Layer(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
             choice = Selection(most=int((self.k or 0) * tokens_of(centred)), least=least)
             return of_choice(layer, choice, site, fired)
         options: dict[str, Any] = {"activation": self.activation}

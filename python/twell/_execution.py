@@ -12,18 +12,17 @@ from twell import _autograd, _choice, _modes, ops
 from twell._activation import Activation
 from twell._autograd import gated_relu
 from twell._choice import Selection
-from twell._front import Learning
 from twell._runtime import geometry, nvtx
-from twell.ops import hybrid, screened
+from twell.ops import calls, hybrid, screened
+from twell.ops.calls import How, Run
 from twell.ops.dense import as_torch, fuses
 from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import are_rows, no_view, unviewed
 from twell.ops.operands import Form, Layer, Mains, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
-from twell.strategy.known import Run
 from twell.strategy.plan import Route
-from twell.strategy.site import AutoStrategy, tokens_of
+from twell.strategy.site import tokens_of
 
 
 class Aux(NamedTuple):
@@ -54,11 +53,25 @@ class Made(NamedTuple):
     dense: Callable[[], tuple[Tensor, Tensor, Tensor]] | None
 
 
+class Extra(NamedTuple):
+    """What only some callers ask of a call. choice: what PyTorch chooses of the pre-activations, beside the activation.
+
+    counts: see ``twell.sparse_ffn``.
+    """
+
+    made: Made | None = None
+    choice: Selection | None = None
+    counts: Tensor | None = None
+
+
+NOTHING = Extra()
+
+
 class Call(NamedTuple):
     """What is known of a call besides its operands.
 
     training: whether a gradient will be needed. plain: whether all operands are plain tensors in eager mode. direct:
-    whether the code of operators may be called without the dispatcher, too. made, choice, counts: see ``run``.
+    whether the code of operators may be called without the dispatcher, too. made, choice, counts: see ``Extra``.
     """
 
     name: str
@@ -73,21 +86,22 @@ class Call(NamedTuple):
     counts: Tensor | None = None
 
 
-def _range_of(call: Call, layer: Operands, route: Route, *rest: Any) -> nvtx.Context:
+def _range_of(call: Call, layer: Layer, route: Route, *rest: Any) -> nvtx.Context:
     """Return the profiler's range of a routed call."""
     phase = nvtx.FORWARD if call.training else nvtx.INFERENCE
     return nvtx.range(call.name, category=phase, **nvtx.sizes(layer._asdict()), strategy=route.name)
 
 
 @nvtx.marked(_range_of)
-def run(call: Call, layer: Operands, route: Route, mains: Mains, site: Tensor | None) -> Tensor | tuple[Tensor, Aux]:
+def run(call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | None) -> Tensor | tuple[Tensor, Aux]:
     """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
-    x = layer.x
+    tokens = layer.x if layer.gate is None else layer.gate
     if route.strategy == "dense":
         own = None if call.made is None else call.made.dense
         y, hidden, gate, nonzeros = _dense(call, layer, mains) if own is None else (*own(), None)
         if route.measurement is not None:
-            candidates = screened.wanted(route.measurement, layer, call.activation)
+            plain = layer.gate is None
+            candidates = screened.wanted(route.measurement, layer.operands, call.activation) if plain else None
             route.measurement.dense(gate, call.activation.level(gate.dtype), candidates)
         if route.holder is not None:
             # training keeps its choice until backward passes y
@@ -98,37 +112,44 @@ def run(call: Call, layer: Operands, route: Route, mains: Mains, site: Tensor | 
         return (y, dense_aux(hidden, gate, call.activation, nonzeros)) if call.return_aux else y
 
     y, l1, nonzeros = _sparse(call, layer, route, mains, site)
-    if y.dim() != x.dim():
-        y = unviewed(y, x.shape)
-    return (y, per_token(l1, nonzeros, tokens_of(x))) if call.return_aux else y
+    if y.dim() != tokens.dim():
+        y = unviewed(y, torch.Size((*tokens.shape[:-1], y.shape[-1])))
+    return (y, per_token(l1, nonzeros, tokens_of(tokens))) if call.return_aux else y
 
 
 def _sparse(
-    call: Call, layer: Operands, route: Route, mains: Mains, site: Tensor | None
+    call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y of the tokens [M, K], or of x's shape, and, where they are wanted, the sum of |h| and the non-zeros."""
     if call.choice is not None:
-        return _by_choice(call, layer, route)
+        return _by_choice(call, layer.operands, route)
     layer, activation = _with_thresholds(layer, call.activation)
     call = call._replace(activation=activation)
     if activation.k:
         # room for the k of every token, and a gate that is computed whole
         route = route._replace(held=0, screen=False)
+    if call.training and layer.gate is None:
+        return _train(call, layer.operands, route, mains)
+    flat = {
+        name: t.reshape(-1, t.shape[-1])
+        for name, t in (("x", layer.x), ("gate", layer.gate))
+        if t is not None and t.dim() != 2
+    }
+    layer = layer._replace(**flat) if flat else layer
     if call.training:
-        return _train(call, layer, route, mains)
-    if layer.x.dim() != 2:
-        layer = layer._replace(x=layer.x.reshape(-1, layer.x.shape[-1]))
+        # a given gate stands where the weight would
+        return _train(call, layer.operands._replace(w_gate=layer.gate), route, mains, given=True)
     if call.counts is not None:
-        return _counted(call, layer, call.counts)
+        return _counted(call, layer.operands, call.counts)
     if call.direct:
-        return ffn_on_cuda(Layer(*layer), call.compression, call.activation, route, call.return_aux)
-    x, w_gate, w_up, w_down, *biases = layer
-    how = (*call.activation, route.screen, route.invariant)
+        return ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
+    x, w_gate, w_up, w_down, *biases = layer.operands
+    how = (*call.activation, route.screen, route.invariant, layer.gate)
     arguments = (x, w_gate, w_up, w_down.t(), *biases, call.compression, route.strategy, site, *how)
     return ops.ffn_aux(*arguments) if call.return_aux else (ops.ffn(*arguments), None, None)
 
 
-def _with_thresholds(layer: Operands, activation: Activation) -> tuple[Operands, Activation]:
+def _with_thresholds(layer: Layer, activation: Activation) -> tuple[Layer, Activation]:
     """A layer as the operators take it: thresholds of neurons lie behind the biases of the gate."""
     if not activation.by_neuron:
         return layer, activation
@@ -159,45 +180,50 @@ def _by_choice(call: Call, layer: Operands, route: Route) -> tuple[Tensor, Tenso
     return _choice.inference(layer, call.choice, call.compression, route.strategy, call.counts)
 
 
-def _train(call: Call, layer: Operands, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _train(
+    call: Call, layer: Operands, route: Route, mains: Mains, given: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
     note, measurement = None, route.measurement
     if measurement is not None or call.counts is not None:
 
         def note(nonzeros: Tensor, kept: Tensor) -> None:
-            matrix = layer.x.detach().reshape(-1, layer.x.shape[-1])
-            pattern = kept, matrix, len(layer.w_gate), layer.w_up is not None
+            tokens, n = (layer.w_gate, layer.w_gate.shape[1]) if given else (layer.x, len(layer.w_gate))
+            pattern = kept, tokens.detach().reshape(-1, tokens.shape[-1]), n, layer.w_up is not None
             if call.counts is not None:
                 call.counts.add_(hybrid.firing(*pattern))
             if measurement is None:
                 return
             unions = hybrid.unions(*pattern)
             most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, route.held)
-            candidates = screened.wanted(measurement, layer, call.activation)
+            candidates = None if given else screened.wanted(measurement, layer, call.activation)
             measurement.counts(nonzeros, unions, most=most, candidates=candidates)
 
-    totals = call.return_aux or measurement is not None
+    totals = call.return_aux or measurement is not None or given
     how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
-    y, l1, nonzeros = _autograd.ffn(
-        how._replace(first=0 if call.made is None else call.made.first_column), layer, mains, call.direct
-    )
+    first = 0 if call.made is None else call.made.first_column
+    y, l1, nonzeros = _autograd.ffn(how._replace(first=first, given=given), layer, mains, call.direct)
     if route.holder is not None:
         # training keeps its choice until backward passes y
         route.holder.hold(y)
     return y, l1, nonzeros
 
 
-def _dense(call: Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _dense(call: Call, layer: Layer, mains: Mains) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """y, the hidden state and the gate, before or after its activation, by PyTorch's own operators.
 
     And the number of non-zeros (0-d), if it has a gradient.
     """
     nonzeros = None
     activation = call.activation
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.operands
     if any(main is not None for main in mains):
         w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
         w_up = None if w_up is None else _autograd.into_main(w_up, mains.w_up)
+    if layer.gate is not None:
+        gate = activation.after(layer.gate, inplace=False)
+        hidden = activation.hidden(gate, None if w_up is None else F.linear(x, w_up, b_up))
+        return no_view(F.linear(hidden, w_down, b_down)), hidden, gate, nonzeros
     gate = F.linear(x, w_gate, b_gate)
     operands = () if call.plain else tuple(operand for operand in layer if operand is not None)
     if call.choice is not None:
@@ -206,7 +232,7 @@ def _dense(call: Call, layer: Operands, mains: Mains) -> tuple[Tensor, Tensor, T
     elif w_up is None:
         gate = activation.after(gate, inplace=not call.training and _modes.eager(operands))
         hidden = activation.hidden(gate, None)
-    elif call.direct and not call.training and fuses(layer, activation):
+    elif call.direct and not call.training and fuses(layer.operands, activation):
         hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation, inplace=True)
     elif _autograd.fuses(gate, activation, operands):
         hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
@@ -235,27 +261,26 @@ def copies_down(w_down: Tensor) -> bool:
     return not are_rows(w_down.shape[::-1], w_down.stride()[::-1])
 
 
-def settled(call: Call, layer: Operands, route: Route, site: AutoStrategy | None, learning: Learning) -> Tensor | None:
-    """y of a plain call, whose kind the layer knows then; None of a call that it must not or cannot know."""
-    x, copied = layer.x, copies_down(layer.w_down)
-    if route.measurement is not None or nvtx.ON or _modes.capturing(x):
+def settled(call: Call, layer: Operands, route: Route, how: How, chosen: bool) -> Tensor | None:
+    """y of a plain call, whose kind is known then; None of a call that must not or cannot be."""
+    if route.measurement is not None or nvtx.ON or _modes.capturing(layer.x):
         return None
     if isinstance(call.activation.threshold, Tensor):
         return None
     if call.training and (_modes.checkpointed() or _modes.in_backward()):
         return None
-    way: Run | None
+    run: Run | None
     if call.training and route.strategy == "dense":
-        way = _trained_by_torch(layer, call.activation)
+        run = _trained_by_torch(layer, call.activation)
     elif call.training:
-        how = call.compression, route.held, call.activation, route.screen
-        way = _autograd.passes_of(Form.of(layer), *how) if x.numel() else None
+        own = call.compression, route.held, call.activation, route.screen
+        run = _autograd.passes_of(Form.of(layer), *own) if layer.x.numel() else None
     else:
         # a layer that copies the down weight may lay it by rows at its next call
-        way = inference_of(layer, call.compression, call.activation, route)
-    y = None if way is None else way(*layer)
-    if way is not None and y is not None:
-        learning.note(layer, call.training, way, site, route, copied, not call.activation.k)
+        run = inference_of(layer, call.compression, call.activation, route)
+    y = None if run is None else run(*layer)
+    if run is not None and y is not None:
+        calls.note(layer, how, call.training, run, route, chosen)
     return y
 
 

@@ -16,6 +16,7 @@ from twell._float8_saving import watch
 from twell._runtime import geometry
 from twell.float8 import E4M3, Float8, checked
 from twell.functional import Strategy
+from twell.ops.calls import How
 from twell.strategy import tables
 from twell.strategy.explanation import Choice
 from twell.strategy.plan import Facts, routed, unpackable
@@ -184,9 +185,9 @@ class Float8MLP(nn.Module):
         if len(children) == 2:
             records.insert(1, None)
             biases.insert(1, None)
-        how: Any = self._site() or self.strategy, self.invariant, self.compression, self.fast_accum, self.input_scale
-        name = "Float8MLP"
-        return _quantised.run(name, x, records, biases, self._form, *how)
+        how = How(self._form, self._site() or self.strategy, self.invariant, self.compression)
+        scale: Any = self.input_scale
+        return _quantised.run("Float8MLP", x, records, biases, how, self.fast_accum, scale)
 
     def explain(self, name: str = "") -> list[Choice]:
         """The rows of ``twell.explain`` for this layer."""

@@ -12,6 +12,7 @@ from twell._arguments import require_flag
 from twell._modes import PLAIN_TENSORS
 from twell._plain import behaves
 from twell.float8 import Float8, checked
+from twell.ops.calls import How
 from twell.ops.ffn import direct
 from twell.ops.library import is_direct, unviewed
 from twell.strategy.plan import Facts, routed
@@ -63,10 +64,7 @@ def run(
     x: Tensor | Float8,
     weights: Sequence[Any],
     biases: Sequence[Tensor | None],
-    activation: Activation,
-    strategy: Any,
-    invariant: bool,
-    compression: int,
+    how: How,
     fast_accum: bool = True,
     input_scale: Tensor | None = None,
 ) -> Tensor:
@@ -74,6 +72,7 @@ def run(
 
     ``input_scale``: fp32 [1], by which all of a bfloat16 x is divided; else each token has its own.
     """
+    activation, strategy, invariant, compression, _ = how
     gate, up, down = (_record(name, argument, weight) for argument, weight in _named(weights))
     if gate is None or down is None:
         raise TypeError(f"{name}: weights must be given, got None")
@@ -98,13 +97,13 @@ def run(
     of_up = (None, None) if up is None else (up.values, up.by_rows())
     layer = tokens, gate.values, of_up[0], down.values.t(), *biases
     scales = scale, gate.by_rows(), of_up[1], down.by_rows()
-    how = compression, asked, first, activation.name, activation.threshold, False, invariant, None
+    asks = compression, asked, first, activation.name, activation.threshold, False, invariant, None
     operator: Any = ops.ffn
     if not _modes.compiling() and is_direct(tokens):
         # the dispatcher makes the others real
         in_memory = all(t is None or _modes.is_in_memory(t) for t in (*layer, *scales))
         operator = direct if in_memory else operator
-    y: Tensor = operator(*layer, *how, *scales, fast_accum)
+    y: Tensor = operator(*layer, *asks, *scales, fast_accum)
     return y if values.dim() == 2 else unviewed(y, values.shape)
 
 

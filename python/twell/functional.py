@@ -10,10 +10,18 @@ from torch import Tensor
 
 from twell import _execution, _modes, ops
 from twell._activation import TOP_K, Activation, ActivationName, activation_of
-from twell._admission import admit, admit_mains, admitted, needing_grad, require_apart, require_of_neurons, sharded
-from twell._choice import Selection, choice_of
-from twell._execution import Aux, Made, copies_down
-from twell._front import Learning
+from twell._admission import (
+    admit,
+    admit_given,
+    admit_mains,
+    admitted,
+    needing_grad,
+    require_apart,
+    require_of_neurons,
+    sharded,
+)
+from twell._choice import choice_of
+from twell._execution import NOTHING, Aux, Extra, copies_down
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records
@@ -22,8 +30,9 @@ from twell._runtime import geometry
 from twell._runtime.log import info_once, warn_once
 from twell.float8 import Float8
 from twell.ops import hybrid
+from twell.ops.calls import How, known
 from twell.ops.library import is_direct
-from twell.ops.operands import Mains, Operands
+from twell.ops.operands import Layer, Mains, Operands
 from twell.ops.slices import is_sliced
 from twell.packed import PackedTwell
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
@@ -179,16 +188,19 @@ def sparse_gated_ffn(
     NotImplementedError unless ``strategy`` is "dense".
     """
     kind = activation_of(activation, threshold, by_neuron=True)
+    how = How(kind, strategy, invariant, compression)
+    if not (_modes.compiling() or return_aux or main_grads is not None):
+        y = known((x, w_gate, w_up, w_down, b_gate, b_up, b_down), how)
+        if y is not None:
+            return y
     weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
     if is_quantised(x, weights):
         _require_inference(main_grads, return_aux, kind)
         weights = records("sparse_gated_ffn", weights)
         if not of_blocks(weights):
-            how = kind, strategy, invariant, compression, fast_accum
-            return quantised("sparse_gated_ffn", x, weights, biases, *how)
+            return quantised("sparse_gated_ffn", x, weights, biases, how, fast_accum)
         x, weights = in_16_bits("sparse_gated_ffn", x, weights)
-    layer = Operands._make((x, *weights, *biases))
-    return run(sparse_gated_ffn, layer, True, kind, strategy, invariant, compression, main_grads, return_aux)
+    return run(sparse_gated_ffn, Layer(x, *weights, *biases), how, main_grads, return_aux)
 
 
 @overload
@@ -265,6 +277,12 @@ def sparse_ffn(
     elif activation == TOP_K:
         threshold = k  # type: ignore[assignment]
     kind = activation_of(activation, threshold, gated=False, by_neuron=True, top_k=True)
+    how = How(kind, strategy, invariant, compression)
+    extra = NOTHING if choice is None and counts is None else Extra(None, choice, counts)
+    if not (_modes.compiling() or return_aux or main_grads is not None) and extra is NOTHING:
+        y = known((x, w_up, None, w_down, b_up, None, b_down), how)
+        if y is not None:
+            return y
     weights, biases = (w_up, None, w_down), (b_up, None, b_down)
     if is_quantised(x, weights):
         if choice is not None or counts is not None:
@@ -272,11 +290,54 @@ def sparse_ffn(
         _require_inference(main_grads, return_aux, kind)
         weights = records("sparse_ffn", weights)
         if not of_blocks(weights):
-            return quantised("sparse_ffn", x, weights, biases, kind, strategy, invariant, compression, fast_accum)
+            return quantised("sparse_ffn", x, weights, biases, how, fast_accum)
         x, weights = in_16_bits("sparse_ffn", x, weights)
-    layer = Operands._make((x, *weights, *biases))
-    how = kind, strategy, invariant, compression, main_grads, return_aux
-    return run(sparse_ffn, layer, False, *how, choice=choice, counts=counts)
+    return run(sparse_ffn, Layer(x, *weights, *biases), how, main_grads, return_aux, extra)
+
+
+def sparse_up_down(
+    x: Tensor | None,
+    gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    *,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    activation: ActivationName = "relu",
+    threshold: float | Tensor = 0,
+    strategy: Strategy | AutoStrategy = "auto",
+    compression: int = 8,
+    return_aux: bool = False,
+) -> Tensor | tuple[Tensor, Aux]:
+    """``(relu(gate) * (x @ w_up^T + b_up)) @ w_down^T + b_down``, on the non-zeros of a gate that is given.
+
+    It is ``twell.sparse_gated_ffn`` behind the gate projection, for gates that come from elsewhere: a projection with
+    an adapter or with quantised weights, a product in fp8, or another layer.
+
+    Args:
+        x: tokens [..., K]; None without ``w_up``.
+        gate: [..., N], before the activation, which the function applies. Without ``w_up`` what the activation makes of
+            it is the hidden state: ``relu(gate) @ w_down^T + b_down``.
+        w_up: [N, K], or None. w_down: [K, N], as in nn.Linear; sizes and layouts are those of
+            ``twell.sparse_gated_ffn``.
+        b_up: [N], with ``w_up`` alone. b_down: [K]. Optional.
+        activation, threshold, compression: as in ``twell.sparse_gated_ffn``.
+        strategy: "auto", "row", "union", "dense", or an ``AutoStrategy`` that is kept, as there. "auto" compares the
+            whole layer's costs, in which the gate is about the same for all. The int8 screen has no part in it.
+        return_aux: also return ``Aux(l1, l0)``.
+
+    Returns y [..., K] of the dtype of gate (under autocast: of autocast). y and ``aux.l1`` are differentiable once,
+    with respect to x, gate, weights and biases. The gradient of the gate [..., N] is zero wherever the activation of
+    the gate is. For backward a call keeps its operands and the gate in the hybrid format.
+
+    All operands are of one dtype and on one device, as in ``twell.sparse_gated_ffn``. Tensors that override PyTorch's
+    operators, DTensors, transforms of torch.func and exports with gradients run dense by "auto"; a named strategy
+    raises NotImplementedError in the latter two. Raises TypeError, ValueError or NotImplementedError naming what was
+    got and expected.
+    """
+    how = How(activation_of(activation, threshold, gated=w_up is not None), strategy, False, compression)
+    layer = Layer(x, None, w_up, w_down, None, b_up, b_down, gate)
+    return run(sparse_up_down, layer, how, None, return_aux)
 
 
 def _require_inference(main_grads: Any, return_aux: bool, activation: Activation) -> None:
@@ -332,28 +393,19 @@ def pack(
 
 def run(
     function: Callable[..., Any],
-    given: Operands,
-    gated: bool,
-    activation: Activation,
-    strategy: Any,
-    invariant: bool,
-    compression: int,
-    main_grads: Sequence[Tensor | None] | None,
-    return_aux: bool,
-    learning: Learning | None = None,
-    made: Made | None = None,
-    choice: Selection | None = None,
-    counts: Tensor | None = None,
+    given: Layer,
+    how: How,
+    main_grads: Sequence[Tensor | None] | None = None,
+    return_aux: bool = False,
+    extra: Extra = NOTHING,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """Run ``function``, ``sparse_gated_ffn`` or ``sparse_ffn``, on the operands ``given``.
-
-    ``learning``: where the layer remembers what computes y of calls like this one. ``made``: if weights are.
-    ``choice``: what PyTorch chooses of the pre-activations, beside the activation. ``counts``: see ``sparse_ffn``.
-    """
-    name = function.__name__
+    """Run ``function``, one of the three of layers, on the operands ``given``, w_down [K, N]."""
+    name, gives, gated = function.__name__, given.gate is not None, function is not sparse_ffn
+    (activation, strategy, invariant, compression, _), (made, choice, counts) = how, extra
     site, asked, screen, same_bits = None, strategy, False, invariant
     if isinstance(strategy, AutoStrategy):
-        site, asked, screen = strategy, "auto", strategy.screens and not invariant and not activation.k
+        site, asked = strategy, "auto"
+        screen = strategy.screens and not (invariant or activation.k or gives)
     elif isinstance(strategy, Route) and invariant is False:
         # benchmarks and tests hand in routes that have no name
         asked, screen, same_bits = strategy.strategy, strategy.screen, strategy.invariant
@@ -361,19 +413,21 @@ def run(
         # no kernel reads a threshold that may change
         asked = strategy = routed(Facts(name, asked, invariant, moving=True)).strategy
         invariant = same_bits = screen = False
-    if plain := admitted(given, gated):
+    mains = Mains()
+    if plain := not gives and admitted(given.operands, gated):
         # the answers to all questions that the other branch asks
-        layer, mains = given, Mains()
+        layer = given
         if main_grads is not None:
-            named = given.named(gated)
+            named = given.operands.named(gated)
             present = {argument: operand for argument, operand in named.items() if operand is not None}
             mains = admit_mains(name, present, named, main_grads)
-        training = torch.is_grad_enabled() and given.requires_grad()
+        training = torch.is_grad_enabled() and given.operands.requires_grad()
         direct = is_direct(given.x)
-        if choice is not None and choice.threshold is not None:
-            training = True
+    elif gives:
+        t, direct = admit_given(name, given), False
+        layer, training = Layer(*map(t.get, Layer._fields)), bool(needing_grad(t))
     else:
-        named, direct = given.named(gated), False
+        named, direct = given.operands.named(gated), False
         t = admit(name, **named)
         if sharded(t):
             if choice is not None or counts is not None:
@@ -382,8 +436,10 @@ def run(
             options |= activation.options()
             return _on_shards(name, function, t, named, main_grads, return_aux, options)  # type: ignore[no-any-return]
         mains = admit_mains(name, t, named, main_grads)
-        layer, training = Operands.of(t), bool(needing_grad(t)) or bool(choice and choice.threshold is not None)
-    device = layer.x.device
+        layer, training = Layer(*Operands.of(t)), bool(needing_grad(t))
+    training = training or (choice is not None and choice.threshold is not None)
+    tokens = layer.gate if gives else layer.x
+    device = tokens.device
     if activation.by_neuron:
         require_of_neurons(name, "threshold", activation.threshold, layer, "a number or")
     if counts is not None and not _modes.compiling() and _modes.in_backward():
@@ -394,9 +450,9 @@ def run(
         if same_bits:
             raise NotImplementedError(f"{name}: counts are of calls without invariant=True, got it")
     if choice is not None and choice.most:
-        choice = choice._replace(most=min(choice.most, tokens_of(layer.x) * len(layer.w_gate)))
+        choice = choice._replace(most=min(choice.most, tokens_of(tokens) * len(layer.w_gate)))
     if activation.k or (choice is not None and choice.most):
-        n, k = len(layer.w_gate), activation.k or choice.most / max(tokens_of(layer.x), 1)  # type: ignore[union-attr]
+        n, k = len(layer.w_gate), activation.k or choice.most / max(tokens_of(tokens), 1)  # type: ignore[union-attr]
         keeps = training or counts is not None
         if asked == "auto" and (is_sliced(n) or (keeps and k > hybrid.most_of_each(n))):
             # the kernels take one slice, and the hybrid format has no room for them
@@ -408,25 +464,27 @@ def run(
     options = {"imposed": imposed, "training": training, "compression": compression}
     facts = Facts(name, asked, same_bits, site is not None, screen, **options)
     if not plain and asked != "dense":
-        facts = _gathered(facts, t)
+        facts = _gathered(facts, t, layer)
     route = routed(facts)
     if not plain:
         _say(facts, route)
+    chosen = site is not None and route.strategy == "auto"
     if route.strategy == "auto":
         # few tokens of other layers have no kernel of their own
-        one_pass = not activation.k and choice is None and counts is None
+        one_pass = not (activation.k or gives) and choice is None and counts is None
         route = _chosen(layer, site, training, direct, one_pass, route)
     first = None
     if site is not None and (route.strategy == "auto" or route.measurement is not None):
-        # the operators find the site by the weight that the caller holds
-        first = given.w_gate if made is None or made.held is None else made.held
+        # the operators find the site by a weight that the caller holds
+        first = given.w_gate if not gives else given.w_down if given.w_up is None else given.w_up
+        if made is not None and made.held is not None:
+            first = made.held
         if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
             enroll(first, site)
-    activation.level(layer.x.dtype)
+    activation.level(tokens.dtype)
     call = _execution.Call(name, training, plain, direct, activation, compression, return_aux, made, choice, counts)
-    extra = return_aux or main_grads is not None or choice is not None or counts is not None
-    if learning is not None and direct and not extra:
-        y = _execution.settled(call, layer, route, site, learning)
+    if direct and not return_aux and main_grads is None and extra is NOTHING:
+        y = _execution.settled(call, layer.operands, route, how, chosen)
         if y is not None:
             return y
     return _execution.run(call, layer, route, mains, first)
@@ -452,9 +510,10 @@ def _on_shards(
     return y if figures is None else (y, Aux(*figures))
 
 
-def _gathered(facts: Facts, operands: Mapping[str, Tensor]) -> Facts:
+def _gathered(facts: Facts, operands: Mapping[str, Tensor], layer: Layer) -> Facts:
     """The facts of a call that is not plain, or that the kernels may refuse."""
-    x, (n, k) = operands["x"], operands["w_gate" if "w_gate" in operands else "w_up"].shape
+    gives = layer.gate is not None
+    x, (n, k) = layer.gate if gives else layer.x, layer.w_down.shape[::-1] if gives else layer.w_gate.shape
     return facts._replace(
         n=n,
         k=k,
@@ -462,11 +521,11 @@ def _gathered(facts: Facts, operands: Mapping[str, Tensor]) -> Facts:
         device=x.device.type,
         needing=tuple(needing_grad(operands)),
         transformed=_modes.transform_of(operands, facts.training),
-        overridden=overridden(operands),
+        overridden=overridden(operands) or ("DTensors" if gives and sharded(operands) else ""),
         onnx=_modes.to_onnx(),
         exporting=_modes.exporting(),
         tracing=_modes.tracing(tokens_of(x)),
-        sliced=True,
+        sliced=not gives,
     )
 
 
@@ -482,15 +541,21 @@ def _say(facts: Facts, route: Route) -> None:
 
 
 def _chosen(
-    layer: Operands, site: AutoStrategy | None, training: bool, direct: bool, one_pass: bool, route: Route
+    layer: Layer, site: AutoStrategy | None, training: bool, direct: bool, one_pass: bool, route: Route
 ) -> Route:
     """The choice of "auto" by costs. An operator that is not called directly chooses itself."""
     if not training and not direct:
         return route
-    x, copied = layer.x, copies_down(layer.w_down)
+    x, gives, copied = layer.x, layer.gate is not None, copies_down(layer.w_down)
+    k, n = layer.w_down.shape
+    if x is None:
+        # what has its shape
+        x = layer.gate[..., :1].expand(*layer.gate.shape[:-1], k)
     if training and site is not None and _modes.tracing(m := tokens_of(x)):
-        return route_of(site.trace(m, copied))
-    n, gated = layer.w_gate.shape[0], layer.w_up is not None
-    if site is not None:
-        return site.begin(x, n, gated, training, copied, one_pass=one_pass)
-    return without_site(x, n, gated, training, copied, one_pass)
+        route = route_of(site.trace(m, copied))
+    elif site is not None:
+        route = site.begin(x, n, layer.w_up is not None, training, copied, one_pass=one_pass)
+    else:
+        route = without_site(x, n, layer.w_up is not None, training, copied, one_pass)
+    # a site that others share may know the screen
+    return route._replace(screen=False) if gives else route

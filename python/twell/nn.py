@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -26,14 +27,13 @@ from twell._arguments import require, require_flag, require_integer
 from twell._autoencoder import SparseAutoencoder as SparseAutoencoder
 from twell._execution import Aux
 from twell._float8_mlp import Float8MLP
-from twell._front import Front, Learning
 from twell._projections import Projection
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.functional import Strategy
-from twell.ops.operands import Operands
+from twell.ops.calls import How, known
+from twell.ops.operands import Layer
 from twell.strategy.explanation import Explanation
-from twell.strategy.known import Memory
 from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy, Screen, require_screen
 
@@ -48,6 +48,9 @@ _SETTINGS = (
     *("strategy", "invariant", "compression", "down_layout", "accumulate_main_grad", "record_aux"),
     *("activation", "threshold"),
 )
+
+
+_settings_lock = threading.Lock()
 
 
 def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
@@ -70,6 +73,14 @@ def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
         require_flag(name, value)
 
 
+def _set(layer: SparseFFN, **settings: Any) -> None:
+    """Give a layer checked settings, and what its calls ask by them."""
+    with _settings_lock:
+        layer.__dict__.update(settings)
+        if "_how" in layer.__dict__:
+            layer.__dict__["_how"] = layer._asked()
+
+
 def _name_of(strategy: Any) -> Any:
     """The name of a strategy or a site."""
     return "auto" if isinstance(strategy, AutoStrategy) else strategy
@@ -86,8 +97,7 @@ def _setting(name: str) -> Any:
 
     def put(self: nn.Module, value: Any) -> None:
         _require_setting(self, name, value)  # type: ignore[arg-type]
-        self.__dict__[kept] = value
-        self._front.clear()  # type: ignore[union-attr,operator]
+        _set(self, **{kept: value})  # type: ignore[arg-type]
 
     return property(get, put)
 
@@ -110,7 +120,7 @@ class SparseFFN(nn.Module):
     _given = False
     if TYPE_CHECKING:
         _laid: _down_layout.Laid
-        _front: Front
+        _how: How
         _strategy: Strategy | AutoStrategy
         _invariant: bool
         _compression: int
@@ -153,13 +163,15 @@ class SparseFFN(nn.Module):
         require_integer("intermediate", intermediate, 1)
         routed(Facts(type(self).__name__, _name_of(strategy), invariant, n=intermediate, k=hidden, sliced=True))
         self.hidden, self.intermediate = hidden, intermediate
-        self._front = Front()
+        # how many children there were when all were last looked at
+        self._children = 0
         self.compression, self.strategy, self.invariant = compression, strategy, invariant
         self.activation = activation
         self.threshold = threshold
         self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "auto"
         self._laid = _down_layout.Laid()
         self._auto = AutoStrategy()
+        self._how = self._asked()
         if screen is not None:
             self.screen = screen
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
@@ -213,10 +225,11 @@ class SparseFFN(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         self._laid.put_back()
         # Aux may be part of autograd's graph, which can neither be copied nor pickled
-        return {name: value for name, value in self.__dict__.items() if name not in ("aux", "_laid", "_front")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("aux", "_laid", "_how")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_laid": _down_layout.Laid(), "_front": Front()})  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "_laid": _down_layout.Laid(), "_children": 0})  # type: ignore[no-untyped-call]
+        self._how = self._asked()
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -257,9 +270,7 @@ class SparseFFN(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._laid.put_back()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._front.clear()
-        return self
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
 
     @overload
     def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
@@ -269,36 +280,87 @@ class SparseFFN(nn.Module):
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
         if self._dropout and self._drops():
             return self._finish(self._dropped(x, return_aux or self._record_aux), return_aux)  # type: ignore[no-any-return]
-        # what this call finds out is of the settings that it reads from here on
-        memory = None if _modes.compiling() else self._front.memory
-        if memory and not return_aux and (y := self._front.run(self, x)) is not None:
+        with_aux, compiling = return_aux or self._record_aux, _modes.compiling()
+        # all settings of a call are of one moment; a threshold that is a tensor is looked at
+        how = self._asked() if compiling or isinstance(self._threshold, Tensor) else self._how
+        if not (compiling or with_aux or self._accumulate_main_grad) and (y := self._known(x, how)) is not None:
             return y
-        with_aux, plain = return_aux or self._record_aux, self._is_plain()
+        plain = self._is_plain()
         if not (plain or self._given):
             _down_layout.note_capture(self)
             return self._finish(self._adapted(x, with_aux), return_aux)  # type: ignore[no-any-return]
-        with contextlib.nullcontext() if _modes.compiling() else _down_layout.turn(self):
-            result = self._sparse(x, with_aux, memory) if plain else self._adapted(x, with_aux)
+        with contextlib.nullcontext() if compiling else _down_layout.turn(self):
+            result = self._sparse(x, with_aux, how) if plain else self._adapted(x, with_aux)
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
-    def _sparse(self, x: Tensor, with_aux: bool, memory: Memory | None) -> Any:
-        """The result of the layer's function, which leaves in ``memory`` how calls like this one run."""
+    def _asked(self) -> How:
+        """What calls ask by the settings."""
+        activation = activation_of(self._activation, self._threshold, self._gated)
+        return How(activation, self._site() or self._strategy, self._invariant, self._compression)
+
+    def _known(self, x: Any, how: How) -> Tensor | None:
+        """y of a call of a kind that was made before; None, with nothing run, of any other.
+
+        It asks what no memory of calls can: whether calling each projection is F.linear with its parameters and nothing
+        else, and whether the down weight lies as it should.
+        """
+        children = self._modules
+        if not isinstance(x, Tensor):
+            return None
+        # one that was set beside a projection may take its role
+        if len(children) != self._children:
+            return None
+        operands: list[Tensor | None] = [x]
+        biases: list[Tensor | None] = []
+        for name in self._projections:
+            child = children.get(name)
+            if type(child) is not nn.Linear:
+                return None
+            own = child.__dict__
+            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                return None
+            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return None
+            parameters = own["_parameters"]
+            weight, bias = parameters.get("weight"), parameters.get("bias")
+            if len(parameters) != 2 or type(weight) is not nn.Parameter or not weight.is_cuda:
+                return None
+            if "forward" in own or "weight" in own or "bias" in own:
+                return None
+            operands.append(weight)
+            biases.append(bias)
+        if any(_plain.HOOKS_OF_ALL) or not _plain.calls_are_torchs():
+            return None
+        if not self._gated:
+            operands.insert(2, None)
+            biases.insert(1, None)
+        laid = self._laid
+        with laid.lock:
+            if self._down_layout == "auto":
+                # a gradient is to be laid out as the weight is without twell
+                trains = laid.weight is not None and torch.is_grad_enabled()
+                if laid.fresh or (trains and any(t.requires_grad for t in (*operands, *biases) if t is not None)):
+                    return None
+                laid.note_reading(weight)
+            return known((*operands, *biases), how)
+
+    def _sparse(self, x: Tensor, with_aux: bool, how: How) -> Any:
+        """The result of the layer's function."""
         found = list(self._operands())
         weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
         mains = self._main_grads(**dict(zip(_PROJECTIONS if self._gated else _PROJECTIONS[1:], weights)))
         given: list[Any] = list(self._announced(*weights))
-        made = None
+        extra = _execution.NOTHING
         if self._casts and isinstance(x, Tensor) and x.is_floating_point() and x.dtype != weights[0].dtype:
-            made, memory = _execution.Made(weights[0], 0, None), None
+            extra = _execution.Extra(_execution.Made(weights[0], 0, None))
             given, biases = _plain.cast(given, x.dtype), _plain.cast(biases, x.dtype)
         if not self._gated:
             given.insert(1, None)
             biases.insert(1, None)
         function = functional.sparse_gated_ffn if self._gated else functional.sparse_ffn
-        activation = activation_of(self._activation, self._threshold, self._gated)
-        learning = None if memory is None else Learning(memory, len(self._modules))
-        how = self._site() or self._strategy, self._invariant, self._compression, mains, with_aux, learning, made
-        return functional.run(function, Operands(x, *given, *biases), self._gated, activation, *how)
+        if not _modes.compiling():
+            self.__dict__["_children"] = len(self._modules)
+        return functional.run(function, Layer(x, *given, *biases), how, mains, with_aux, extra)
 
     def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
         """The weights and biases of the projections."""
@@ -587,12 +649,9 @@ def set_strategy(
             layer.screen = screen
     for layer in layers:
         # both at once: the one may not go with the other's old value
-        layer._strategy = strategy
-        if invariant is not None:
-            layer._invariant = invariant
+        _set(layer, _strategy=strategy, **({} if invariant is None else {"_invariant": invariant}))
         if screen is not None:
             layer.screen = screen
-        layer._front.clear()
 
 
 def set_down_layout(module: nn.Module, layout: DownLayout) -> None:

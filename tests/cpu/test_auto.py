@@ -131,29 +131,31 @@ def test_graphs_of_many_sizes_have_a_choice_each() -> None:
     assert [(row.tokens, row.strategy) for row in rows] == [("72 to 96", "row"), ("128", "dense")]
 
 
-def test_routes_that_modules_keep_are_of_one_layer_and_few_kinds(chooses: Arrivals) -> None:
-    site, x = sites.AutoStrategy(period=64), torch.zeros(100, K, dtype=BF16)
+def test_routes_hold_for_one_layer(chooses: Arrivals) -> None:
+    site, x, found = sites.AutoStrategy(period=64), torch.zeros(100, K, dtype=BF16), []
     site.observe(Problem(100, K, N, True, True), SPARSE)
     for n, expected in ((N, "union"), (2 * N, "dense"), (N, "dense")):
-        assert {site.begin(x, n, True, True, False).strategy for _ in range(4)} == {expected}
-        assert site.routes
-        assert all(kind[1] == n for kind in site.routes)
-    for m in range(600):
-        for _ in range(4):
-            site.begin(torch.zeros(m, K, dtype=BF16), N, True, True, False)
-    assert 0 < len(site.routes) <= 256
-    assert not copy.deepcopy(site).routes
+        routes = [site.begin(x, n, True, True, False) for _ in range(4)]
+        assert {route.strategy for route in routes} == {expected}
+        ((bucket, version),) = {id(route.until[0]): route.until for route in routes if route.until}.values()
+        assert (bucket.problem.n, bucket.version) == (n, version)
+        found.append((bucket, version))
+    # those of another layer hold no longer
+    assert [bucket.version == version for bucket, version in found] == [False, False, True]
 
 
 def test_checkpoints_and_backward_passes_keep_no_routes(chooses: Arrivals) -> None:
     """Nor do they use one: the site must hold its choice for them, or give the one of the forward pass."""
     site, x = sites.AutoStrategy(period=64), torch.zeros(100, K, dtype=BF16)
+    kept: list[bool] = []
     # no call before 64 is due after these
     for _ in range(33):
         site.choose(Problem(100, K, N, True, True, eager=True))
 
     def holders() -> list[Any]:
-        return [site.begin(x, N, True, True, False).holder for _ in range(2)]
+        routes = [site.begin(x, N, True, True, False) for _ in range(2)]
+        kept.extend(route.until is not None for route in routes)
+        return [route.holder for route in routes]
 
     def of_a_checkpoint() -> list[Any]:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -171,9 +173,9 @@ def test_checkpoints_and_backward_passes_keep_no_routes(chooses: Arrivals) -> No
 
     assert of_a_checkpoint() == [site, site]
     InBackward.apply(torch.zeros((), requires_grad=True)).backward()  # type: ignore[no-untyped-call]
-    assert not site.routes
+    assert kept == [False] * 4
     assert holders() == [None, None]
-    assert site.routes
+    assert kept[4:] == [True] * 2
     assert of_a_checkpoint() == [site, site]
     assert site.explain()[0].calls == 41
 
@@ -189,7 +191,6 @@ def test_a_late_decision_comes_with_the_first_call_that_may_decide(chooses: Arri
         return {site.begin(x, N, True, True, False).strategy for _ in range(calls)}
 
     assert strategies(1) == {"union"}
-    assert site.routes
     y = torch.zeros(1, requires_grad=True) + 1
     site.hold(y)
     site.observe(call, DENSE)

@@ -1,4 +1,4 @@
-"""The front of layers, on a fake GPU: which calls go to their launches at once, and what sends one the long way."""
+"""Known calls of layers, on a fake GPU: which calls go to their launches at once, and what sends one the long way."""
 
 import contextlib
 import copy
@@ -18,7 +18,7 @@ from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
 from twell import _execution, _modes, functional
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
-from twell.ops import dense
+from twell.ops import calls, dense
 from twell.strategy import costs, site, tables
 
 BF16 = torch.bfloat16
@@ -157,7 +157,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
         mlp.up_proj.weight, "data", torch.zeros(N * K + 1, dtype=BF16)[1:].view(N, K)
     ),
     "a bias": lambda mlp: setattr(mlp.down_proj, "bias", nn.Parameter(torch.zeros(K, dtype=BF16), False)),
-    "a cast": lambda mlp: mlp.to(torch.float16).to(BF16),
 }
 HOOKS: dict[str, Callable[[Any], Any]] = {
     "a hook": lambda mlp: mlp.gate_proj.register_forward_hook(lambda *_: None),
@@ -193,14 +192,14 @@ def test_a_projection_that_is_more_than_a_product_is_called(change: str, gpu: Fa
     finally:
         if change == "a global hook":
             handle.remove()
-    # neither by the front nor by kernels
+    # neither from memory nor by kernels
     assert not gpu.launches
 
 
 def test_other_tensors_take_the_long_way(gpu: FakeGpu, long: list[Tensor]) -> None:
     mlp, x = layer(), tokens(5)
     mlp(x), mlp(x)
-    for other in (torch._neg_view(-x), nn.Parameter(x, False), x.as_subclass(_Odd), x.half()):
+    for other in (torch._neg_view(-x), x.as_subclass(_Odd), x.half()):
         before = len(long)
         with contextlib.suppress(Exception):
             mlp(other)
@@ -308,11 +307,12 @@ def test_a_screen_that_is_switched_off_ends_what_is_known(gpu: FakeGpu, long: li
     assert len(long) == before + 1
 
 
-def test_what_a_layer_remembers_is_bounded(gpu: FakeGpu, long: list[Tensor]) -> None:
+def test_what_is_remembered_is_bounded(gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MOST", 64)
     mlp = layer()
     for m in range(1, 200):
         mlp(tokens(m))
-        assert len(mlp._front.memory) <= 64
+        assert 0 < len(calls._named()) <= 64
 
 
 def test_copies_and_pickles_know_nothing(gpu: FakeGpu, long: list[Tensor]) -> None:
@@ -405,7 +405,7 @@ def test_a_threshold_that_moves_is_read_at_each_call(
 def test_a_call_that_began_before_a_setting_leaves_nothing_behind_it(
     gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlp, x = layer(), tokens(5)
+    mlp = layer()
     settled = _execution.settled
 
     def before_which(change: Callable[[], None]) -> Callable[..., Any]:
@@ -417,11 +417,13 @@ def test_a_call_that_began_before_a_setting_leaves_nothing_behind_it(
 
         return late
 
-    for change in (
+    changes: list[Callable[[], None]] = [
         lambda: setattr(mlp, "activation", "relu2"),
         lambda: twell.nn.set_strategy(mlp, "row"),
         lambda: setattr(mlp, "record_aux", True),
-    ):
+    ]
+    for m, change in enumerate(changes, 5):
+        x = tokens(m)
         monkeypatch.setattr(_execution, "settled", before_which(change))
         mlp(x)
         monkeypatch.setattr(_execution, "settled", settled)
@@ -516,3 +518,81 @@ def test_both_ways_save_the_same(strategy: str, gpu: FakeGpu) -> None:
                 assert mlp(x).shape == x.shape
     assert saved[0]
     assert saved[0] == saved[1] == saved[2]
+
+
+# Functions
+
+
+def operands(gated: bool, bias: bool) -> dict[str, Any]:
+    names = ("gate", "up", "down") if gated else ("up", "down")
+    sizes = {"gate": (N, K), "up": (N, K), "down": (K, N)}
+    found: dict[str, Any] = {f"w_{name}": torch.randn(sizes[name]).to(BF16) for name in names}
+    found["w_down"] = found["w_down"].t().contiguous().t()
+    return found | ({f"b_{name}": torch.randn(sizes[name][0]).to(BF16) for name in names} if bias else {})
+
+
+@pytest.mark.parametrize("strategy", ["row", "union", "dense", "auto", "site"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.usefixtures("chooses")
+def test_functions_know_their_calls(gated: bool, bias: bool, strategy: str, gpu: FakeGpu, long: list[Tensor]) -> None:
+    function: Any = twell.sparse_gated_ffn if gated else twell.sparse_ffn
+    how: Any = twell.AutoStrategy() if strategy == "site" else strategy
+    given, x, seen = operands(gated, bias), tokens(200), []
+    for training in (False, True):
+        long.clear()
+        for _ in range(8):
+            gpu.clear()
+            # one memory for all layers of a form
+            given = {name: t.detach().clone(memory_format=torch.preserve_format) for name, t in given.items()}
+            given["w_down"].requires_grad_(training)
+            y = function(x, **given, strategy=how)
+            assert y.requires_grad == training
+            seen.append([spec for spec, _ in gpu.launches])
+        # calls 0, 1, 2 and 4 of a site measure, and each may change what those behind it run
+        assert len(long) == 1 if strategy != "site" else 4 < len(long) < 7
+        assert seen[-1] == seen[-2]
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "1 for True": {"invariant": 1},
+    "1.0 for 1": {"compression": 8.0},
+    "a list": {"activation": ["relu"]},
+    "no number": {"threshold": "0"},
+    "an unknown name": {"strategy": "rows"},
+    "NaN": {"activation": "fatrelu", "threshold": float("nan")},
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_what_is_refused_is_refused_of_known_kinds(odd: str, gpu: FakeGpu, long: list[Tensor]) -> None:
+    given, x = operands(True, False), tokens(5)
+    for invariant in (False, True):
+        for _ in range(2):
+            twell.sparse_gated_ffn(x, **given, strategy="row", invariant=invariant)
+    assert len(long) == 2
+    with pytest.raises((TypeError, ValueError)):
+        twell.sparse_gated_ffn(x, **given, **({"strategy": "row"} | ODD[odd]))
+    wide = given | {"w_up": torch.zeros(N, K, dtype=torch.float32)}
+    with pytest.raises(TypeError, match=r"w_up must be torch\.bfloat16"):
+        twell.sparse_gated_ffn(x, **wide, strategy="row")
+
+
+def test_what_asks_for_more_than_y_takes_the_long_way(gpu: FakeGpu, long: list[Tensor]) -> None:
+    given, x = operands(False, False), tokens(128)
+    twell.sparse_ffn(x, **given, strategy="union"), twell.sparse_ffn(x, **given, strategy="union")
+    assert len(long) == 1
+    mains = [torch.zeros(t.shape) for t in given.values()]
+    more: list[dict[str, Any]] = [
+        {"return_aux": True},
+        {"main_grads": mains},
+        {"counts": torch.zeros(N, dtype=torch.int64)},
+        {"activation": "topk", "k": 3},
+        {"activation": "batchtopk", "k": 3},
+    ]
+    for options in more:
+        twell.sparse_ffn(x, **given, strategy="union", **options)
+    assert len(long) == 1 + len(more)
+    with torch.autocast("cpu", BF16):
+        assert twell.sparse_ffn(x, **given, strategy="union").shape == x.shape
+    assert len(long) == 2 + len(more)

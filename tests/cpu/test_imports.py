@@ -36,17 +36,14 @@ twell: strategy.tables
 twell: strategy.costs strategy.plan
 twell: strategy.explanation
 twell: strategy.site
-twell: strategy.known
 twell: ops
 twell: _autograd _sharding packed
 twell: _plain
-twell: _front
 twell: _admission
 twell: _quantised
 twell: _choice
 twell: _execution
 twell: functional experts _down_layout
-twell: up_down
 twell: _columns
 twell: _projections
 twell: _adapted _explained

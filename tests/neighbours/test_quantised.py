@@ -21,7 +21,7 @@ from torchao.quantization.granularity import PerGroup
 
 import twell
 import twell.integrations.transformers as twell_hf
-from twell import up_down
+from twell import functional
 from twell.nn import SparseGatedMLP, SparseMLP
 
 BF16 = torch.bfloat16
@@ -116,13 +116,14 @@ def error(ours: Tensor, exact: Tensor) -> float:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The width of y in each call of ``sparse_up_down``."""
     seen: list[int] = []
-    run = up_down.run
+    run = functional.run
 
-    def record(operands: Any, *rest: Any, **options: Any) -> Any:
-        seen.append(operands["w_down"].shape[0])
-        return run(operands, *rest, **options)
+    def record(function: Any, given: Any, *rest: Any, **options: Any) -> Any:
+        if function is twell.sparse_up_down:
+            seen.append(given.w_down.shape[0])
+        return run(function, given, *rest, **options)
 
-    monkeypatch.setattr(up_down, "run", record)
+    monkeypatch.setattr(functional, "run", record)
     return seen
 
 

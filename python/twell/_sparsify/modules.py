@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from twell import _modes, up_down
+from twell import _modes, functional
 from twell._activation import RELU, Activation, activation_of
 from twell._execution import Aux, dense_aux
 from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, of_torch, only_moves, runs_its_class
 from twell._projections import Projection
 from twell._runtime.log import warn_once
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.ops.calls import How
+from twell.ops.operands import Layer
 from twell.strategy.plan import Facts, routed
 
 # The names of projections in layers of twell.
@@ -402,8 +404,9 @@ class GivenDown(SparseDown):
         if refusal := self._refusal():
             raise NotImplementedError(refusal)
         routed(Facts(invariant=self._invariant, called=True))
-        given = {"x": None, "gate": x, "w_up": None, "w_down": self.weight, "b_up": None, "b_down": self.bias}
-        return up_down.run(given, RELU, self._site() or self._strategy, self._compression, with_aux)
+        layer = Layer(None, None, None, self.weight, None, None, self.bias, x)
+        how = How(RELU, self._site() or self._strategy, False, self._compression)
+        return functional.run(functional.sparse_up_down, layer, how, None, with_aux)
 
 
 GivenDown._is_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ from twell._execution import Aux
 from twell._runtime.log import info_once
 from twell.functional import Strategy
 from twell.nn import SparseAutoencoder
-from twell.ops.operands import Operands
+from twell.ops.operands import Layer
 from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy, tokens_of
 
@@ -363,7 +363,7 @@ def _run(sae: Any, x: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Aux
             sae.update_topk_threshold(codes)
         codes = codes.to(_modes.product_dtype(x.dtype, x.device.type))
         choice = Selection(most=int(sae.activation_fn.k * tokens_of(x)), codes=codes)
-        y, aux = of_choice(Operands(x, w_enc, None, w_dec.t(), b_enc), choice, sae._strategy, counts)
+        y, aux = of_choice(Layer(x, w_enc, None, w_dec.t(), b_enc), choice, sae._strategy, counts)
     else:
         y, aux = functional.sparse_ffn(x, w_enc, w_dec.t(), b_up=b_enc, **options)
     # under autocast the product has 16 bits and the sum not

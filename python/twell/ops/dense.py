@@ -14,12 +14,12 @@ from torch import Tensor
 from twell import _modes, tuning
 from twell._activation import Activation
 from twell.ops import screened
+from twell.ops.calls import Run
 from twell.ops.library import no_view
 from twell.ops.operands import Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.strategy import costs
-from twell.strategy.known import Run
 from twell.strategy.site import Measurement, tokens_of
 
 

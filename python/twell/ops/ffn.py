@@ -34,7 +34,8 @@ from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
-from twell.ops import decode, dense, e4m3, screened, union
+from twell.ops import calls, decode, dense, e4m3, screened, union
+from twell.ops.calls import Run
 from twell.ops.gate_pack import gate_on_cpu, pack
 from twell.ops.library import (
     ABSENT,
@@ -53,7 +54,6 @@ from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
 from twell.ops.slices import Added, is_sliced, require_sliceable
 from twell.ops.up_down import behind_on_cpu, counters, multiply
-from twell.strategy.known import Memory, Run, remember
 from twell.strategy.plan import Facts, Route, routed
 from twell.strategy.site import AutoStrategy, found, site_of, without_site
 from twell.strategy.tables import SCREENED, imposed_on_call
@@ -294,7 +294,10 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
         return compute(layer._replace(w_down=layer.w_down.t()), compression, activation, route, totals, fast)
 
     def ffn(*arguments: Any) -> Tensor:
-        y = _by_known(arguments) if remembers and arguments[14] is arguments[18] is None else None
+        y = None
+        if remembers and arguments[14] is arguments[18] is None and not _modes.stream_captures():
+            x, w_gate, w_up, w_down, *biases = arguments[:7]
+            y = calls.known((x, w_gate, w_up, w_down.t(), *biases), _how(arguments))
         return run(False, *arguments)[0] if y is None else y
 
     def ffn_aux(*arguments: Any) -> _Totals:
@@ -303,54 +306,24 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
     return [ffn, ffn_aux]
 
 
-@kept
-def _named() -> Memory:
-    """Kinds of calls with a named strategy whose way is known."""
-    return {}
-
-
-def _kind(arguments: Sequence[Any], site: AutoStrategy | None) -> tuple[Memory, tuple[Any, ...]]:
-    """Where calls with such arguments of the schema may be known, and as what."""
-    x, w_gate, w_up, _, b_gate, b_up, b_down = arguments[:7]
-    absent = w_up is None, b_gate is None, b_up is None, b_down is None
-    kind = x.shape, x.dtype, x.device.index, w_gate.shape, absent, arguments[7:9], arguments[10:14]
-    # sites are of one layer, and have a memory each
-    return _named() if site is None else site.known, kind
-
-
-def _by_known(arguments: Sequence[Any]) -> Tensor | None:
-    """y of a call whose kind is known; None, with nothing run, of any other."""
-    x, weight = arguments[0], arguments[9]
-    if _modes.stream_captures() or torch.is_autocast_enabled("cuda"):
-        return None
-    site = None
-    if arguments[8] == "auto":
-        site = None if weight is None else found(weight)
-        if site is None:
-            return None
-    memory, kind = _kind(arguments, site)
-    known = memory.get(kind)
-    if known is None or not known.begins(x):
-        return None
-    _, w_gate, w_up, w_down, *biases = arguments[:7]
-    y = known.run(x, w_gate, w_up, w_down.t(), *biases)
-    if y is None:
-        memory.pop(kind, None)
-        known.undo()
-    return y
+def _how(arguments: Sequence[Any]) -> calls.How:
+    """What is asked by such arguments of the schema, as calls are known."""
+    compression, strategy, weight, name, threshold, screen, invariant = arguments[7:14]
+    if strategy == "auto" and weight is not None:
+        strategy = found(weight)
+    return calls.How(Activation(name, threshold), strategy, invariant, compression, "screening" if screen else "ffn")
 
 
 def _settled(layer: Layer, arguments: Sequence[Any], activation: Activation, route: Route) -> Tensor | None:
     """y of a call by ``route``, whose kind is known then; None of one that cannot be."""
-    weight, auto = arguments[9], arguments[8] == "auto"
-    site = found(weight) if auto and weight is not None else None
-    if nvtx.ON or route.measurement is not None or (auto and site is None) or torch.is_autocast_enabled("cuda"):
+    if nvtx.ON or route.measurement is not None or torch.is_autocast_enabled("cuda"):
         return None
     turned = layer.operands._replace(w_down=layer.w_down.t())
     run = inference_of(turned, arguments[7], activation, route, merged=True)
     y = None if run is None else run(*turned)
     if run is not None and y is not None:
-        remember(*_kind(arguments, site), run, route, site, (layer.x.shape, *_asked_by(layer, activation)))
+        how = _how(arguments)
+        calls.note(turned, how, False, run, route, isinstance(how.strategy, AutoStrategy))
     return y
 
 

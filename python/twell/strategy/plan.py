@@ -71,7 +71,8 @@ class Route(NamedTuple):
 
     held: non-zeros per token for which training keeps room; 0: the most. screen: whether "union" computes a gate only
     where the int8 screen says that it may fire, or "auto" may choose so. invariant: whether "row" gives a token the
-    same bits in every call. reason: why, for ``explain``.
+    same bits in every call. reason: why, for ``explain``. until: the bucket of the site that chose it for calls like
+    this one, and the version until which that holds.
     """
 
     strategy: str
@@ -81,6 +82,7 @@ class Route(NamedTuple):
     screen: bool = False
     invariant: bool = False
     reason: str = ""
+    until: Any = None
 
     @property
     def name(self) -> str:

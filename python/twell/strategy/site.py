@@ -31,8 +31,6 @@ from twell.strategy.plan import Route, route_of
 # Compiled graphs of training, whose number of tokens may be symbolic, know two classes: at most this many tokens, and
 # more. The decision of a class is that of its typical number.
 FEW = 256
-# Kinds of calls that a site remembers the routes of.
-_MOST_ROUTES = 256
 _TYPICAL = {True: 64, False: 16384}
 
 Screen = Literal["auto", "off"]
@@ -286,10 +284,8 @@ class AutoStrategy:
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
         self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
-        # by the arguments of ``begin``, with the shape for x: routes that hold while their bucket has its version
-        self.routes: dict[tuple[Any, ...], tuple[Bucket, Route]] = {}
-        # kinds of calls of the operators whose way is known, ``strategy.known``
-        self.known: dict[tuple[Any, ...], Any] = {}
+        # what computes calls whose route holds while their bucket has its version, ``ops.calls``
+        self.made: dict[tuple[Any, ...], Any] = {}
         # of the GPU of the latest call
         self._table = tables.SHIPPED
 
@@ -297,9 +293,6 @@ class AutoStrategy:
         """Let the calls of a bucket, by default of all, ask for their routes again."""
         for each in self._buckets.values() if bucket is None else (bucket,):
             each.version += 1
-        self.routes = {
-            kind: known for kind, known in self.routes.items() if bucket is not None and known[0] is not bucket
-        }
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
@@ -358,20 +351,6 @@ class AutoStrategy:
         float8: bool = False,
     ) -> Route:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
-        kind: tuple[Any, ...] = (x.shape, n, gated, training, down_copied, merged, one_pass)
-        if float8:
-            kind = (*kind, "float8")
-        known = self.routes.get(kind)
-        # between the calls that decide and measure, the host has little to do
-        if (
-            known is not None
-            and type(x) is Tensor
-            and not _modes.capturing(x)
-            and self.heeds(x)
-            and not (training and (_modes.checkpointed() or _modes.in_backward()))
-            and self.counted(known[0])
-        ):
-            return known[1]
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _modes.capturing(x)
@@ -392,11 +371,9 @@ class AutoStrategy:
             if not due or waits or not problem.m:
                 route = route_of(strategy, None, holder, bucket.held)
                 asks = due or waits or bucket.late
-                if not asks and holder is None and not (training and _modes.in_backward()):
-                    if len(self.routes) >= _MOST_ROUTES:
-                        self._forget_routes()
-                    self.routes[kind] = bucket, route
-                return route
+                if asks or holder is not None or (training and _modes.in_backward()):
+                    return route
+                return route._replace(until=(bucket, bucket.version))
             screen = (
                 self.screens
                 and not float8
@@ -412,7 +389,7 @@ class AutoStrategy:
             return sum(bucket.calls for bucket in self._buckets.values())
 
     def counted(self, bucket: Bucket) -> bool:
-        """Count a call with a route of ``routes``; False, and nothing is counted, where the call must ``begin``."""
+        """Count a call whose route still holds; False, and nothing is counted, where the call must ``begin``."""
         with self._lock:
             if self._is_due(bucket):
                 return False
