@@ -154,6 +154,13 @@ ALL = (
         350,
     ),
     _one(
+        "engine_ten",
+        "the same with 10 % of the neurons firing",
+        "engine ten",
+        f"{ENGINE} --model large --nnz 1434 --engines stock auto row --sizes 1 8 32 64 --cache-gib 3 --out $OUT",
+        350,
+    ),
+    _one(
         "engine_small",
         "vLLM with a drawn model of 1.5B",
         "engine small",

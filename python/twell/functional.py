@@ -400,7 +400,7 @@ def run(
     extra: Extra = NOTHING,
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, one of the three of layers, on the operands ``given``, w_down [K, N]."""
-    name, gives, gated = function.__name__, given.gate is not None, function is not sparse_ffn
+    name, gives, gated = function.__name__, function is sparse_up_down, function is not sparse_ffn
     (activation, strategy, invariant, compression, _), (made, choice, counts) = how, extra
     site, asked, screen, same_bits = None, strategy, False, invariant
     if isinstance(strategy, AutoStrategy):

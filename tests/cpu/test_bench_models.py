@@ -142,9 +142,9 @@ def spoil(monkeypatch: pytest.MonkeyPatch, rows: slice) -> None:
     """Have sparse layers return zeros for some tokens, like an overflow that goes unnoticed."""
     original = functional.run
 
-    def spoiled(function: Any, given: Any, gated: bool, activation: Any, strategy: Any, *rest: Any) -> Any:
-        result: Any = original(function, given, gated, activation, strategy, *rest)
-        if strategy == "dense":
+    def spoiled(function: Any, given: Any, how: Any, *rest: Any) -> Any:
+        result: Any = original(function, given, how, *rest)
+        if how.strategy == "dense":
             return result
         y, aux = result if isinstance(result, tuple) else (result, None)
         wrong = torch.zeros(y.shape[:-1], dtype=torch.bool).flatten()

