@@ -84,6 +84,7 @@ class Call(NamedTuple):
     made: Made | None
     choice: Selection | None = None
     counts: Tensor | None = None
+    fast: bool = True
 
 
 def _range_of(call: Call, layer: Layer, route: Route, *rest: Any) -> nvtx.Context:
@@ -96,7 +97,7 @@ def _range_of(call: Call, layer: Layer, route: Route, *rest: Any) -> nvtx.Contex
 def run(call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | None) -> Tensor | tuple[Tensor, Aux]:
     """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
     tokens = layer.x if layer.gate is None else layer.gate
-    if route.strategy == "dense":
+    if route.strategy == "dense" and not layer.scaled:
         own = None if call.made is None else call.made.dense
         y, hidden, gate, nonzeros = _dense(call, layer, mains) if own is None else (*own(), None)
         if route.measurement is not None:
@@ -142,9 +143,9 @@ def _sparse(
     if call.counts is not None:
         return _counted(call, layer.operands, call.counts)
     if call.direct:
-        return ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux)
+        return ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux, call.fast)
     x, w_gate, w_up, w_down, *biases = layer.operands
-    how = (*call.activation, route.screen, route.invariant, layer.gate)
+    how = (*call.activation, route.screen, route.invariant, *layer[7:], call.fast)
     arguments = (x, w_gate, w_up, w_down.t(), *biases, call.compression, route.strategy, site, *how)
     return ops.ffn_aux(*arguments) if call.return_aux else (ops.ffn(*arguments), None, None)
 
@@ -261,7 +262,7 @@ def copies_down(w_down: Tensor) -> bool:
     return not are_rows(w_down.shape[::-1], w_down.stride()[::-1])
 
 
-def settled(call: Call, layer: Operands, route: Route, how: How, chosen: bool) -> Tensor | None:
+def settled(call: Call, layer: Layer, route: Route, how: How, chosen: bool) -> Tensor | None:
     """y of a plain call, whose kind is known then; None of a call that must not or cannot be."""
     if route.measurement is not None or nvtx.ON or _modes.capturing(layer.x):
         return None
@@ -271,16 +272,17 @@ def settled(call: Call, layer: Operands, route: Route, how: How, chosen: bool) -
         return None
     run: Run | None
     if call.training and route.strategy == "dense":
-        run = _trained_by_torch(layer, call.activation)
+        run = _trained_by_torch(layer.operands, call.activation)
     elif call.training:
         own = call.compression, route.held, call.activation, route.screen
-        run = _autograd.passes_of(Form.of(layer), *own) if layer.x.numel() else None
+        run = _autograd.passes_of(Form.of(layer.operands), *own) if layer.x.numel() else None
     else:
         # a layer that copies the down weight may lay it by rows at its next call
-        run = inference_of(layer, call.compression, call.activation, route)
-    y = None if run is None else run(*layer)
+        run = inference_of(layer, call.compression, call.activation, route, call.fast)
+    operands = layer if layer.scaled else layer.operands
+    y = None if run is None else run(*operands)
     if run is not None and y is not None:
-        calls.note(layer, how, call.training, run, route, chosen)
+        calls.note(operands, how, call.training, run, route, chosen)
     return y
 
 

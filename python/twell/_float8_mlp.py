@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from twell import _quantised
+from twell import functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require, require_flag
 from twell._float8_saving import watch
@@ -185,9 +185,10 @@ class Float8MLP(nn.Module):
         if len(children) == 2:
             records.insert(1, None)
             biases.insert(1, None)
-        how = How(self._form, self._site() or self.strategy, self.invariant, self.compression)
+        how = How(self._form, self._site() or self.strategy, self.invariant, self.compression, self.fast_accum)
         scale: Any = self.input_scale
-        return _quantised.run("Float8MLP", x, records, biases, how, self.fast_accum, scale)
+        function = functional.sparse_ffn if len(children) == 2 else functional.sparse_gated_ffn
+        return functional.run_scaled(function, x, records, biases, how, scale)
 
     def explain(self, name: str = "") -> list[Choice]:
         """The rows of ``twell.explain`` for this layer."""

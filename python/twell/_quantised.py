@@ -9,14 +9,11 @@ from torch import Tensor
 from twell import _modes, ops
 from twell._activation import Activation
 from twell._arguments import require_flag
-from twell._modes import PLAIN_TENSORS
 from twell._plain import behaves
 from twell.float8 import Float8, checked
 from twell.ops.calls import How
-from twell.ops.ffn import direct
-from twell.ops.library import is_direct, unviewed
-from twell.strategy.plan import Facts, routed
-from twell.strategy.site import AutoStrategy, enroll, found
+from twell.ops.e4m3 import check_layer
+from twell.ops.operands import Layer
 
 _WHAT = "e4m3 weights are for inference alone"
 
@@ -59,52 +56,42 @@ def in_16_bits(name: str, x: Any, weights: Sequence[Any]) -> tuple[Any, Any]:
     return x, tuple(made)
 
 
-def run(
+def layer_of(
+    x: Any, weights: Sequence[Any], biases: Sequence[Tensor | None], input_scale: Tensor | None = None
+) -> Layer:
+    """The operands of records as they are; weights: gate, or up of a layer without one, up or None, and down [K, N]."""
+    gate, up, down = weights
+    values, scale = x if isinstance(x, Float8) else (x, input_scale)
+    of_up = (None, None) if up is None else up
+    rest: Any = *biases, None, scale, gate.scale, of_up[1], down.scale
+    return Layer(values, gate.values, of_up[0], down.values, *rest)
+
+
+def admitted(
     name: str,
-    x: Tensor | Float8,
+    x: Any,
     weights: Sequence[Any],
     biases: Sequence[Tensor | None],
     how: How,
-    fast_accum: bool = True,
     input_scale: Tensor | None = None,
-) -> Tensor:
-    """y [..., K] bfloat16 of x [..., K]; weights: gate, or up of a layer without one, up or None, and down [K, N].
-
-    ``input_scale``: fp32 [1], by which all of a bfloat16 x is divided; else each token has its own.
-    """
-    activation, strategy, invariant, compression, _ = how
+) -> Layer:
+    """``layer_of`` with scales by rows, or TypeError, ValueError or NotImplementedError."""
     gate, up, down = (_record(name, argument, weight) for argument, weight in _named(weights))
     if gate is None or down is None:
         raise TypeError(f"{name}: weights must be given, got None")
-    if activation.moves:
+    if how.activation.moves:
         raise NotImplementedError(f"{name}: {_WHAT}: threshold must be a number, got a tensor")
-    require_flag("fast_accum", fast_accum)
-    values, scale = (
-        (x.values, _tokens(name, x).scale.reshape(-1)) if isinstance(x, Float8) else (_cast(name, x), input_scale)
-    )
-    given = [values, scale, *gate, *(() if up is None else up), *down, *biases]
-    _require_plain(name, values, given)
-    site, asked = None, strategy
-    if isinstance(strategy, AutoStrategy):
-        site, asked = strategy, "auto"
-    routed(Facts(name, asked, invariant, site is not None, compression=compression))
-    first = None
-    if site is not None:
-        first = gate.values
-        if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
-            enroll(first, site)
-    tokens = values if values.dim() == 2 else values.reshape(-1, values.shape[-1])
-    of_up = (None, None) if up is None else (up.values, up.by_rows())
-    layer = tokens, gate.values, of_up[0], down.values.t(), *biases
-    scales = scale, gate.by_rows(), of_up[1], down.by_rows()
-    asks = compression, asked, first, activation.name, activation.threshold, False, invariant, None
-    operator: Any = ops.ffn
-    if not _modes.compiling() and is_direct(tokens):
-        # the dispatcher makes the others real
-        in_memory = all(t is None or _modes.is_in_memory(t) for t in (*layer, *scales))
-        operator = direct if in_memory else operator
-    y: Tensor = operator(*layer, *asks, *scales, fast_accum)
-    return y if values.dim() == 2 else unviewed(y, values.shape)
+    require_flag("fast_accum", how.fast)
+    if isinstance(x, Float8):
+        x = Float8(x.values, _tokens(name, x).scale.reshape(-1))
+    else:
+        x = _cast(name, x)
+    layer = layer_of(x, (gate, up, down), biases, input_scale)
+    _require_plain(name, layer.x, layer)
+    of_up = None if up is None else up.by_rows()
+    layer = layer._replace(gate_scale=gate.by_rows(), up_scale=of_up, down_scale=down.by_rows())
+    check_layer(layer._replace(x=layer.x.reshape(-1, layer.x.shape[-1]), w_down=layer.w_down.t()))
+    return layer
 
 
 def run_experts(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
-from twell import _execution, _modes, ops
+from twell import _execution, _modes, _quantised, ops
 from twell._activation import TOP_K, Activation, ActivationName, activation_of
 from twell._admission import (
     admit,
@@ -25,7 +25,6 @@ from twell._execution import NOTHING, Aux, Extra, copies_down
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records
-from twell._quantised import run as quantised
 from twell._runtime import geometry
 from twell._runtime.log import info_once, warn_once
 from twell.float8 import Float8
@@ -188,7 +187,7 @@ def sparse_gated_ffn(
     NotImplementedError unless ``strategy`` is "dense".
     """
     kind = activation_of(activation, threshold, by_neuron=True)
-    how = How(kind, strategy, invariant, compression)
+    how = How(kind, strategy, invariant, compression, fast_accum)
     if not (_modes.compiling() or return_aux or main_grads is not None):
         y = known((x, w_gate, w_up, w_down, b_gate, b_up, b_down), how)
         if y is not None:
@@ -198,7 +197,7 @@ def sparse_gated_ffn(
         _require_inference(main_grads, return_aux, kind)
         weights = records("sparse_gated_ffn", weights)
         if not of_blocks(weights):
-            return quantised("sparse_gated_ffn", x, weights, biases, how, fast_accum)
+            return run_scaled(sparse_gated_ffn, x, weights, biases, how)
         x, weights = in_16_bits("sparse_gated_ffn", x, weights)
     return run(sparse_gated_ffn, Layer(x, *weights, *biases), how, main_grads, return_aux)
 
@@ -277,7 +276,7 @@ def sparse_ffn(
     elif activation == TOP_K:
         threshold = k  # type: ignore[assignment]
     kind = activation_of(activation, threshold, gated=False, by_neuron=True, top_k=True)
-    how = How(kind, strategy, invariant, compression)
+    how = How(kind, strategy, invariant, compression, fast_accum)
     extra = NOTHING if choice is None and counts is None else Extra(None, choice, counts)
     if not (_modes.compiling() or return_aux or main_grads is not None) and extra is NOTHING:
         y = known((x, w_up, None, w_down, b_up, None, b_down), how)
@@ -290,7 +289,7 @@ def sparse_ffn(
         _require_inference(main_grads, return_aux, kind)
         weights = records("sparse_ffn", weights)
         if not of_blocks(weights):
-            return quantised("sparse_ffn", x, weights, biases, how, fast_accum)
+            return run_scaled(sparse_ffn, x, weights, biases, how)
         x, weights = in_16_bits("sparse_ffn", x, weights)
     return run(sparse_ffn, Layer(x, *weights, *biases), how, main_grads, return_aux, extra)
 
@@ -391,6 +390,25 @@ def pack(
     return PackedTwell(words, spill, stats, n, compression)
 
 
+def run_scaled(
+    function: Callable[..., Any],
+    x: Tensor | Float8,
+    weights: Sequence[Any],
+    biases: Sequence[Tensor | None],
+    how: How,
+    input_scale: Tensor | None = None,
+) -> Tensor:
+    """Run ``sparse_gated_ffn`` or ``sparse_ffn`` on e4m3 weights: gate, or up, then up or None, and down [K, N].
+
+    ``input_scale``: fp32 [1], by which all of a bfloat16 x is divided; else each token has its own.
+    """
+    if not _modes.compiling() and all(type(w) is Float8 for w in weights if w is not None):
+        y = known(_quantised.layer_of(x, weights, biases, input_scale), how)
+        if y is not None:
+            return y
+    return run(function, _quantised.admitted(function.__name__, x, weights, biases, how, input_scale), how)  # type: ignore[return-value]
+
+
 def run(
     function: Callable[..., Any],
     given: Layer,
@@ -399,13 +417,16 @@ def run(
     return_aux: bool = False,
     extra: Extra = NOTHING,
 ) -> Tensor | tuple[Tensor, Aux]:
-    """Run ``function``, one of the three of layers, on the operands ``given``, w_down [K, N]."""
+    """Run ``function``, one of the three of layers, on the operands ``given``, w_down [K, N].
+
+    A layer with scales was admitted.
+    """
     name, gives, gated = function.__name__, function is sparse_up_down, function is not sparse_ffn
-    (activation, strategy, invariant, compression, _), (made, choice, counts) = how, extra
+    (activation, strategy, invariant, compression, fast, _), (made, choice, counts) = how, extra
     site, asked, screen, same_bits = None, strategy, False, invariant
     if isinstance(strategy, AutoStrategy):
         site, asked = strategy, "auto"
-        screen = strategy.screens and not (invariant or activation.k or gives)
+        screen = strategy.screens and not (invariant or activation.k or gives or given.scaled)
     elif isinstance(strategy, Route) and invariant is False:
         # benchmarks and tests hand in routes that have no name
         asked, screen, same_bits = strategy.strategy, strategy.screen, strategy.invariant
@@ -414,7 +435,12 @@ def run(
         asked = strategy = routed(Facts(name, asked, invariant, moving=True)).strategy
         invariant = same_bits = screen = False
     mains = Mains()
-    if plain := not gives and admitted(given.operands, gated):
+    if given.scaled:
+        layer, training, plain = given, False, True
+        # the dispatcher makes others real
+        in_memory = all(t is None or _modes.is_in_memory(t) for t in given)
+        direct = not _modes.compiling() and is_direct(given.x) and in_memory
+    elif plain := not gives and admitted(given.operands, gated):
         # the answers to all questions that the other branch asks
         layer = given
         if main_grads is not None:
@@ -481,10 +507,11 @@ def run(
             first = made.held
         if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
             enroll(first, site)
-    activation.level(tokens.dtype)
-    call = _execution.Call(name, training, plain, direct, activation, compression, return_aux, made, choice, counts)
+    activation.level(torch.bfloat16 if layer.scaled else tokens.dtype)
+    asks = activation, compression, return_aux, made, choice, counts, fast
+    call = _execution.Call(name, training, plain, direct, *asks)
     if direct and not return_aux and main_grads is None and extra is NOTHING:
-        y = _execution.settled(call, layer.operands, route, how, chosen)
+        y = _execution.settled(call, layer, route, how, chosen)
         if y is not None:
             return y
     return _execution.run(call, layer, route, mains, first)
@@ -546,7 +573,7 @@ def _chosen(
     """The choice of "auto" by costs. An operator that is not called directly chooses itself."""
     if not training and not direct:
         return route
-    x, gives, copied = layer.x, layer.gate is not None, copies_down(layer.w_down)
+    x, gives, copied = layer.x, layer.gate is not None, not layer.scaled and copies_down(layer.w_down)
     k, n = layer.w_down.shape
     if x is None:
         # what has its shape
@@ -554,8 +581,8 @@ def _chosen(
     if training and site is not None and _modes.tracing(m := tokens_of(x)):
         route = route_of(site.trace(m, copied))
     elif site is not None:
-        route = site.begin(x, n, layer.w_up is not None, training, copied, one_pass=one_pass)
+        route = site.begin(x, n, layer.w_up is not None, training, copied, False, one_pass, layer.scaled)
     else:
-        route = without_site(x, n, layer.w_up is not None, training, copied, one_pass)
+        route = without_site(x, n, layer.w_up is not None, training, copied, one_pass, layer.scaled)
     # a site that others share may know the screen
     return route._replace(screen=False) if gives else route

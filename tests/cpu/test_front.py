@@ -564,6 +564,33 @@ def test_functions_know_their_calls(gated: bool, bias: bool, strategy: str, gpu:
         assert seen[-1] == seen[-2]
 
 
+@pytest.mark.parametrize("strategy", ["row", "union", "site"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.usefixtures("chooses")
+def test_calls_of_e4m3_weights_are_known(gated: bool, strategy: str, gpu: FakeGpu, long: list[Tensor]) -> None:
+    function: Any = twell.sparse_gated_ffn if gated else twell.sparse_ffn
+    given = {name: twell.quantize(w) for name, w in operands(gated, False).items()}
+    down = given["w_down"]
+    given["w_down"] = down._replace(values=down.values.t().contiguous().t())
+    how: Any = twell.AutoStrategy() if strategy == "site" else strategy
+    for x in (tokens(5), tokens(2, 100), twell.quantize(tokens(5))):
+        long.clear()
+        for _ in range(8):
+            gpu.clear()
+            y = function(x, **given, strategy=how)
+        assert (len(long), y.shape, y.dtype) == (1 if strategy != "site" else len(long), x.shape, BF16)
+        assert len(long) < 7
+    # whatever changes what runs, or is refused
+    slow = function(x, **given, strategy=how, fast_accum=False)
+    assert len(long) < 8 and slow.shape == x.shape
+    calls = len(long)
+    scaled = given | {"w_down": twell.quantize(down.dequantize(BF16), "tensor")}
+    function(x, **scaled, strategy=how), function(x, **scaled, strategy=how)
+    assert len(long) > calls
+    with pytest.raises(NotImplementedError, match="requires grad"):
+        function(x, **given, strategy=how, b_down=torch.zeros(K, dtype=BF16, requires_grad=True))
+
+
 ODD: dict[str, dict[str, Any]] = {
     "1 for True": {"invariant": 1},
     "1.0 for 1": {"compression": 8.0},

@@ -23,17 +23,22 @@ from twell.strategy.site import AutoStrategy, Bucket
 # Entries of a site, and of all named strategies together.
 _MOST = 512
 
-# of the seven ``Operands``, w_down [K, N]: y, or None, with nothing run, if they lie otherwise
+# Of the seven ``Operands``, or of a ``Layer`` with scales, w_down [K, N]: y, or None, with nothing run, if they lie
+# otherwise.
 Run = Callable[..., "Tensor | None"]
 
 
 class How(NamedTuple):
-    """What is asked of a call beside its operands. strategy: a name or a site. of: the operator, "" for a function."""
+    """What is asked of a call beside its operands. strategy: a name or a site. of: the operator, "" for a function.
+
+    fast: of e4m3 weights, see ``twell.sparse_gated_ffn``.
+    """
 
     activation: Activation
     strategy: Any = "auto"
     invariant: Any = False
     compression: Any = 8
+    fast: Any = True
     of: str = ""
 
 
@@ -53,7 +58,7 @@ def _named() -> dict[Any, Made]:
 def _memory(how: How) -> Any:
     """Where calls that ask so are known; None where none is."""
     # True, 1 and 1.0 are one key: what the long way refuses must not be found
-    if type(how.invariant) is not bool or type(how.compression) is not int:
+    if type(how.invariant) is not bool or type(how.compression) is not int or type(how.fast) is not bool:
         return None
     if type(how.activation.threshold) is not float:
         return None
@@ -63,8 +68,8 @@ def _memory(how: How) -> Any:
 
 
 def _key(x: Tensor, w_down: Tensor, pattern: int, training: bool, how: How) -> tuple[Any, ...]:
-    activation, strategy, invariant, compression, of = how
-    asked = activation, strategy if type(strategy) is str else "", invariant, compression, of
+    activation, strategy, *rest = how
+    asked = activation, strategy if type(strategy) is str else "", *rest
     return x.shape, x.stride(), x.dtype, x.device.index, w_down.shape, w_down.stride(), pattern, training, asked
 
 

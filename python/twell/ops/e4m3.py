@@ -97,6 +97,8 @@ def on_cpu(layer: Layer, activation: Activation, rounded: bool) -> Tensor:
 def laid(layer: Layer) -> Layer:
     """The operands, w_down [K, N], as programs take them: values as bytes, with rows that kernels read in place."""
     x, w_gate, w_up, w_down, *biases = layer[:7]
+    if x.dim() > 2 and not x.is_contiguous():
+        x = x.reshape(-1, x.shape[-1])
     rows = _readable("x", x), _readable("w_gate", w_gate), None if w_up is None else _readable("w_up", w_up)
     scales: Any = {name: laid_bias(getattr(layer, name)) for name in SCALES}
     return Layer(*rows, _readable("w_down", w_down.t()).t(), *map(laid_bias, biases), **scales)
@@ -106,8 +108,9 @@ def _readable(name: str, matrix: Tensor) -> Tensor:
     """A matrix with aligned rows, e4m3 values as bytes; a copy of one that lies otherwise."""
     if matrix.dtype == E4M3:
         matrix = matrix.view(torch.uint8)
-    near = matrix.shape[0] * matrix.stride(0) <= _REACH
-    if has_rows(matrix) and matrix.stride(0) * matrix.itemsize % MULTIPLE == 0 and near:
+    flat = matrix if matrix.dim() == 2 else matrix.view(-1, matrix.shape[-1])
+    near = flat.shape[0] * flat.stride(0) <= _REACH
+    if has_rows(flat) and flat.stride(0) * flat.itemsize % MULTIPLE == 0 and near:
         return matrix
     if name == "w_down":
         warn_once(
@@ -120,6 +123,7 @@ def _readable(name: str, matrix: Tensor) -> Tensor:
 def views(p: Program, given: Layer, fast: bool) -> Views:
     """The layer in a program that begins with tokens in e4m3."""
     x, w_gate, w_up, w_down, *biases = given[:7]
+    x = x.matrix()
     if x.dtype == torch.uint8:
         tokens = Scaled(x, given.x_scale, fast)
     else:

@@ -49,7 +49,7 @@ from twell.ops.library import (
     new,
     register,
 )
-from twell.ops.operands import Form, Layer, Operands, Place, Views, has_thresholds, opened, present
+from twell.ops.operands import Form, Layer, Place, Views, has_thresholds, opened, present
 from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
 from twell.ops.slices import Added, is_sliced, require_sliceable
@@ -311,7 +311,8 @@ def _how(arguments: Sequence[Any]) -> calls.How:
     compression, strategy, weight, name, threshold, screen, invariant = arguments[7:14]
     if strategy == "auto" and weight is not None:
         strategy = found(weight)
-    return calls.How(Activation(name, threshold), strategy, invariant, compression, "screening" if screen else "ffn")
+    of = "screening" if screen else "ffn"
+    return calls.How(Activation(name, threshold), strategy, invariant, compression, True, of)
 
 
 def _settled(layer: Layer, arguments: Sequence[Any], activation: Activation, route: Route) -> Tensor | None:
@@ -319,7 +320,7 @@ def _settled(layer: Layer, arguments: Sequence[Any], activation: Activation, rou
     if nvtx.ON or route.measurement is not None or torch.is_autocast_enabled("cuda"):
         return None
     turned = layer.operands._replace(w_down=layer.w_down.t())
-    run = inference_of(turned, arguments[7], activation, route, merged=True)
+    run = inference_of(Layer(*turned), arguments[7], activation, route, merged=True)
     y = None if run is None else run(*turned)
     if run is not None and y is not None:
         how = _how(arguments)
@@ -386,33 +387,43 @@ def _by_row(
 
 
 def inference_of(
-    layer: Operands, compression: int, activation: Activation, route: Route, merged: bool = False
+    layer: Layer, compression: int, activation: Activation, route: Route, fast: bool = True, merged: bool = False
 ) -> Run | None:
     """What computes y of calls like this one, w_down [K, N]; None if kernels read only copies, or more than these.
 
-    merged: whether a dense layer may compute gate and up in one product.
+    It takes the ``Operands``, or the whole layer if that has scales. merged: whether a dense layer may compute gate and
+    up in one product.
     """
-    x = layer.x
+    x, scaled, family = layer.x, layer.scaled, tuning.family(layer.w_down.device.index)
+    if scaled and (route.strategy == "dense" or family != specs.SM90):
+        return None
     if is_sliced(len(layer.w_gate)) and route.strategy != "dense":
         return None
     if has_thresholds(layer.b_gate, len(layer.w_gate)) and (route.screen or route.strategy == "dense"):
         return None
     if route.strategy == "dense":
-        return dense.inference_of(layer, activation, merged)
+        return dense.inference_of(layer.operands, activation, merged)
     if not x.numel() or (route.screen and activation.threshold):
         return None
     # a layer that copies the down weight may lay it by rows at its next call
-    if any(given is not own for given, own in zip(laid(layer), layer)) or not has_rows(layer.w_down.t()):
+    given = _laid(layer)
+    copied = [a is not None and (a.data_ptr(), a.shape) != (b.data_ptr(), b.shape) for a, b in zip(layer, given)]
+    if any(copied) or not has_rows(layer.w_down.t()):
         return None
     if route.screen:
         screened.require(x.device, "torch.ops.twell.ffn with screen=True")
-    form = Form.of((*Layer(*layer), layer.b_gate if route.screen else None))
-    one_pass = _takes_one_pass(Layer(*layer), activation, route, tuning.family(x.device.index))
-    run = _few(form, activation) if one_pass else _pass(form, route.name, compression, activation, False, True)[0]
-    place, screen = (tuple(x.shape), contiguous(x.shape), x.dtype), route.screen
+    form = Form.of((*given, layer.b_gate if route.screen else None))
+    one_pass = _takes_one_pass(layer, activation, route, family, fast)
+    run = _few(form, activation) if one_pass else _pass(form, route.name, compression, activation, False, fast)[0]
+    place, screen = _place_of_y(layer), route.screen
 
     def inference(*operands: Any) -> Tensor | None:
         y, firing = allocate(operands[0], *place), operands[4] if screen else None
+        if scaled:
+            # kernels have no other dtype for values of e4m3
+            operands = tuple(
+                [t.view(torch.uint8) if t is not None and t.dtype is torch.float8_e4m3fn else t for t in operands]
+            )
         return y if run.ran(*present((*operands, firing)), y) else None
 
     return inference
