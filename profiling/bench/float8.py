@@ -18,10 +18,12 @@ from profiling.bench.protocol import Device
 from profiling.bench.report import Column
 from profiling.bench.variants import Session, Settled, Variant, Verdict, verdict
 from twell import float8, testing
+from twell._activation import RELU
 from twell.commands import timing, tune
 from twell.commands.request import at_least
 from twell.commands.timing import Call
 from twell.float8 import Float8
+from twell.ops import e4m3
 from twell.ops.e4m3 import hidden_in_float8, product, tokens_in_float8
 from twell.testing import Comparison, workloads
 
@@ -103,9 +105,10 @@ class Weights:
         self.both = both.view(float8.E4M3), torch.cat((self.gate.scale, self.up.scale))
 
     def dense(self, x: Tensor, strategy: object = "", merged: bool = False, triton: bool = False) -> Tensor:
-        """y by products of ``torch._scaled_mm`` and fused passes; on a CPU as ``twell.float8.dense`` computes it."""
+        """y by products of ``torch._scaled_mm`` and fused passes; on a CPU by sums in float32."""
         if x.device.type != "cuda":
-            return float8.dense(x, self.gate, self.up, self.stored)
+            layer = e4m3.layer_of(x, (self.gate, self.up, self.stored), float8.NO_BIASES)
+            return e4m3.dense(layer, RELU, True)[0]
         quantise: Callable[..., tuple[Tensor, Tensor]] = tokens_in_float8
         hidden: Callable[..., tuple[Tensor, Tensor]] = hidden_in_float8
         if triton:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -15,12 +14,11 @@ from twell._choice import Selection
 from twell._runtime import geometry, nvtx
 from twell.ops import calls, hybrid, screened
 from twell.ops.calls import How, Run
-from twell.ops.dense import as_torch, fuses
+from twell.ops.dense import as_torch, dense, fuses, in_inference
 from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
-from twell.ops.library import are_rows, no_view, unviewed
+from twell.ops.library import are_rows, unviewed
 from twell.ops.operands import Form, Layer, Mains, Operands
-from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.strategy.plan import Route
 from twell.strategy.site import tokens_of
 
@@ -215,32 +213,28 @@ def _dense(call: Call, layer: Layer, mains: Mains) -> tuple[Tensor, Tensor, Tens
 
     And the number of non-zeros (0-d), if it has a gradient.
     """
-    nonzeros = None
-    activation = call.activation
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.operands
+    activation, nonzeros = call.activation, None
     if any(main is not None for main in mains):
-        w_gate, w_down = _autograd.into_main(w_gate, mains.w_gate), _autograd.into_main(w_down, mains.w_down)
-        w_up = None if w_up is None else _autograd.into_main(w_up, mains.w_up)
-    if layer.gate is not None:
-        gate = activation.after(layer.gate, inplace=False)
-        hidden = activation.hidden(gate, None if w_up is None else F.linear(x, w_up, b_up))
-        return no_view(F.linear(hidden, w_down, b_down)), hidden, gate, nonzeros
-    gate = F.linear(x, w_gate, b_gate)
+        given = {name: main for name, main in mains._asdict().items() if main is not None}
+        layer = layer._replace(**{name: _autograd.into_main(getattr(layer, name), given[name]) for name in given})
     operands = () if call.plain else tuple(operand for operand in layer if operand is not None)
-    if call.choice is not None:
-        gate, nonzeros = _choice.hidden_of(gate, call.choice)
-        hidden = gate
-    elif w_up is None:
-        gate = activation.after(gate, inplace=not call.training and _modes.eager(operands))
-        hidden = activation.hidden(gate, None)
-    elif call.direct and not call.training and fuses(layer.operands, activation):
-        hidden = reglu_on_cuda(gate, F.linear(x, w_up, b_up), activation, inplace=True)
-    elif _autograd.fuses(gate, activation, operands):
-        hidden = _autograd.gated_relu(gate, F.linear(x, w_up, b_up), activation)
-    else:
-        gate = activation.after(gate)
-        hidden = activation.hidden(gate, F.linear(x, w_up, b_up))
-    return no_view(F.linear(hidden, w_down, b_down)), hidden, gate, nonzeros
+
+    def between(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+        nonlocal nonzeros
+        if call.choice is not None:
+            gate, nonzeros = _choice.hidden_of(gate, call.choice)
+            return gate, gate
+        if up is not None and layer.gate is None and _autograd.fuses(gate, activation, operands):
+            return _autograd.gated_relu(gate, up, activation), gate
+        inplace = up is None and layer.gate is None and not call.training and _modes.eager(operands)
+        gate = activation.after(gate, inplace)
+        return activation.hidden(gate, up), gate
+
+    seen: list[Tensor] = []
+    alone = call.direct and not call.training and call.choice is None
+    how = in_inference(layer, activation) if alone else between
+    y = dense(layer, how, see=lambda *found: seen.extend(found))
+    return y, seen[0], seen[1], nonzeros
 
 
 def dense_aux(hidden: Tensor, gate: Tensor, activation: Activation, nonzeros: Tensor | None = None) -> Aux:
@@ -290,9 +284,9 @@ def _trained_by_torch(layer: Operands, activation: Activation) -> Run:
     """What computes y of plain tensors like these by PyTorch's own operators, for backward."""
     fused = fuses(layer, activation, training=True)
 
-    def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
+    def between(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
         if fused and up is not None:
-            return gated_relu(gate, up, activation)
-        return activation.hidden(activation.after(gate, inplace=False), up)
+            return gated_relu(gate, up, activation), gate
+        return activation.hidden(activation.after(gate, inplace=False), up), gate
 
-    return as_torch(layer, hidden)
+    return as_torch(layer, between)

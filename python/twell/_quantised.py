@@ -12,7 +12,7 @@ from twell._arguments import require_flag
 from twell._plain import behaves
 from twell.float8 import Float8, checked
 from twell.ops.calls import How
-from twell.ops.e4m3 import check_layer
+from twell.ops.e4m3 import check_layer, layer_of
 from twell.ops.operands import Layer
 
 _WHAT = "e4m3 weights are for inference alone"
@@ -54,17 +54,6 @@ def in_16_bits(name: str, x: Any, weights: Sequence[Any]) -> tuple[Any, Any]:
     x = _tokens(name, x) if isinstance(x, Float8) else x
     x, *made = (given.dequantize(torch.bfloat16) if isinstance(given, Float8) else given for given in (x, *weights))
     return x, tuple(made)
-
-
-def layer_of(
-    x: Any, weights: Sequence[Any], biases: Sequence[Tensor | None], input_scale: Tensor | None = None
-) -> Layer:
-    """The operands of records as they are; weights: gate, or up of a layer without one, up or None, and down [K, N]."""
-    gate, up, down = weights
-    values, scale = x if isinstance(x, Float8) else (x, input_scale)
-    of_up = (None, None) if up is None else up
-    rest: Any = *biases, None, scale, gate.scale, of_up[1], down.scale
-    return Layer(values, gate.values, of_up[0], down.values, *rest)
 
 
 def admitted(

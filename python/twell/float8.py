@@ -21,7 +21,6 @@ from torch import Tensor
 from twell import _modes
 from twell._activation import RELU, Activation
 from twell._arguments import require, require_choice
-from twell._runtime import device
 
 Granularity = Literal["tensor", "row", "block"]
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "block")
@@ -202,8 +201,8 @@ def formula(
     or ``down`` reaches the tokens that fire its neuron.
     """
     b_gate, b_up, b_down = biases
-    fired = activation.after(_product(x, gate, b_gate, dtype).bfloat16())
-    hidden = activation.hidden(fired.to(dtype), None if up is None else _product(x, up, b_up, dtype))
+    fired = activation.after(product(x, gate, b_gate, dtype).bfloat16())
+    hidden = activation.hidden(fired.to(dtype), None if up is None else product(x, up, b_up, dtype))
     if rounded:
         hidden = hidden.bfloat16().to(dtype)
     rows = down.dequantize(dtype).t()
@@ -213,52 +212,7 @@ def formula(
     return y if b_down is None else y + b_down.to(dtype)
 
 
-def dense(
-    x: Tensor | Float8,
-    gate: Float8,
-    up: Float8 | None,
-    down: Float8,
-    biases: Biases = NO_BIASES,
-    activation: Activation = RELU,
-    *,
-    use_fast_accum: bool = True,
-) -> Tensor:
-    """The layer as engines with dense fp8 layers compute it, y bfloat16 [M, K] of x bfloat16 [M, K], or in e4m3.
-
-    The up projection and h are rounded to bfloat16, and h is quantised per token as x is. Products are those of
-    ``torch._scaled_mm`` with ``use_fast_accum`` where the GPU has them (8.9 and later; K and N multiples of 16), else
-    float32 sums. Weights with blocks are dequantised to bfloat16 instead, and their inputs are not quantised. Biases
-    are bfloat16.
-    """
-    if not isinstance(x, Float8) and x.dtype != torch.bfloat16:
-        raise TypeError(f"x must be bfloat16, got {x.dtype}")
-    b_gate, b_up, b_down = biases
-    tokens = x if isinstance(x, Float8) else quantize_tokens(x)
-    fired = activation.after(_linear(x, tokens, gate, b_gate, use_fast_accum))
-    hidden = activation.hidden(fired, None if up is None else _linear(x, tokens, up, b_up, use_fast_accum))
-    return _linear(hidden, quantize_tokens(hidden), down, b_down, use_fast_accum)
-
-
-def gate_of(x: Float8, gate: Float8, bias: Tensor | None) -> Tensor:
-    """The gate before its activation, bfloat16 [M, N], of sums in float32."""
-    return _product(x, gate, bias, torch.float32).bfloat16()
-
-
-def _linear(x: Tensor | Float8, tokens: Float8, weight: Float8, bias: Tensor | None, fast: bool) -> Tensor:
-    """x @ weight^T + bias in bfloat16, of ``tokens``, or of ``x`` for weights with blocks."""
-    if weight.granularity == "block":
-        wide = x.dequantize(torch.bfloat16) if isinstance(x, Float8) else x
-        return F.linear(wide, weight.dequantize(torch.bfloat16), bias)
-    fits = weight.shape[0] % 16 == weight.shape[1] % 16 == 0
-    if x.device.type != "cuda" or not fits or device.capability(x.device.index) < (8, 9):
-        return _product(tokens, weight, bias, torch.float32).bfloat16()
-    operands = tokens.values, weight.values.contiguous().t(), tokens.scale[:, None], weight.by_rows()[None]
-    made = torch._scaled_mm(*operands, out_dtype=torch.bfloat16, use_fast_accum=fast)
-    # with a bias of its own it fails for some sizes
-    return made if bias is None else made.add_(bias)
-
-
-def _product(x: Float8, weight: Float8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def product(x: Float8, weight: Float8, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """x @ weight^T + bias in ``dtype``: sums of products of e4m3, unless weights have blocks, then the scales."""
     if weight.granularity == "block":
         product = x.values.to(dtype) @ weight.dequantize(dtype).t()

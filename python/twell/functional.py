@@ -30,6 +30,7 @@ from twell._runtime.log import info_once, warn_once
 from twell.float8 import Float8
 from twell.ops import hybrid
 from twell.ops.calls import How, known
+from twell.ops.e4m3 import layer_of
 from twell.ops.library import is_direct
 from twell.ops.operands import Layer, Mains, Operands
 from twell.ops.slices import is_sliced
@@ -403,7 +404,7 @@ def run_scaled(
     ``input_scale``: fp32 [1], by which all of a bfloat16 x is divided; else each token has its own.
     """
     if not _modes.compiling() and all(type(w) is Float8 for w in weights if w is not None):
-        y = known(_quantised.layer_of(x, weights, biases, input_scale), how)
+        y = known(layer_of(x, weights, biases, input_scale), how)
         if y is not None:
             return y
     return run(function, _quantised.admitted(function.__name__, x, weights, biases, how, input_scale), how)  # type: ignore[return-value]

@@ -19,6 +19,7 @@ from tests.cases.judged import Mismatch, Result, difference, judge_elements, jud
 from twell import float8
 from twell._activation import activation_of
 from twell.float8 import Float8
+from twell.ops import e4m3
 from twell.testing import bits, comparison
 from twell.testing.bounds import solve
 from twell.testing.calls import Outputs, caller, dense, surroundings
@@ -365,6 +366,7 @@ def _dense_experts(case: Case, o: Operands, form: Any) -> Tensor:
         def own(name: str, expert: int = expert) -> Any:
             w = o.get(name)
             if isinstance(w, Float8):
+                w = w._replace(scale=w.by_rows())
                 return Float8(w.values[expert], w.scale[expert]) if w.values.dim() == 3 else w
             return w if w is None or w.dim() < 3 else w[expert]
 
@@ -372,7 +374,7 @@ def _dense_experts(case: Case, o: Operands, form: Any) -> Tensor:
         if isinstance(x, Float8):
             rows = Float8(x.values.view(torch.uint8)[tokens].view(float8.E4M3), x.scale[tokens])
             biases = o.get(f"b_{case.first}"), o.get("b_up") if case.first == "gate" else None, o.get("b_down")
-            made = float8.dense(rows, first, up, down, biases, form, use_fast_accum=case.fast)
+            made = e4m3.dense(e4m3.layer_of(rows, (first, up, down), biases), form, case.fast)[0]
         else:
             gate = F.linear(x[tokens], first)
             gate = torch.where(gate <= form.level(x.dtype), 0, gate)

@@ -16,40 +16,80 @@ from twell._activation import Activation
 from twell.ops import screened
 from twell.ops.calls import Run
 from twell.ops.library import no_view
-from twell.ops.operands import Operands
+from twell.ops.operands import Layer, Operands
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.strategy import costs
 from twell.strategy.site import Measurement, tokens_of
 
+# of the gate before its activation and up, None without one: h, and the gate before or after its activation
+Between = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
+
+
+def dense(
+    layer: Layer, between: Between, merged: bool = False, see: Callable[[Tensor, Tensor], None] | None = None
+) -> Tensor:
+    """y of a layer in 16 bits or wider, w_down [K, N]. ``see`` gets what ``between`` returns, before y is made.
+
+    merged: whether gate and up are one product.
+    """
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate, *_ = layer
+    up: Any
+    if merged:
+        n, k = w_gate.shape
+        gate, up = F.linear(x, w_gate.as_strided((2 * n, k), (k, 1))).chunk(2, -1)
+    else:
+        gate = F.linear(x, w_gate, b_gate) if gate is None else gate
+        up = None if w_up is None else F.linear(x, w_up, b_up)
+    hidden, gate = between(gate, up)
+    if see is not None:
+        see(hidden, gate)
+    # its memory may be that of y
+    del gate, up
+    y = F.linear(hidden, w_down, b_down)
+    return y if b_down is None else no_view(y)
+
+
+def in_inference(layer: Layer, activation: Activation, seen: bool = True) -> Between:
+    """Between the products of a layer whose gate and up nothing else sees, unless the gate is given.
+
+    ``seen``: whether the gate is, behind it.
+    """
+    inplace = layer.gate is None
+    fused = inplace and fuses(layer.operands, activation)
+
+    def between(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+        if fused and up is not None:
+            return reglu_on_cuda(gate, up, activation, inplace=True), gate
+        if not seen and activation.name == "relu" and up is not None:
+            return torch.relu_(gate).mul_(up), gate
+        after = activation.after(gate, inplace)
+        return activation.hidden(after, up), after
+
+    return between
+
 
 def totalled(
-    layer: Operands, given: Tensor | None, activation: Activation, measurement: Measurement | None, totals: bool
+    layer: Layer, activation: Activation, measurement: Measurement | None, totals: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y, and with ``totals`` the sum of |h| and the number of non-zeros; figures for ``measurement``.
+    """y, and with ``totals`` the sum of |h| and the number of non-zeros; figures for ``measurement``."""
+    l1: Tensor | None = None
+    nonzeros: Any = None
 
-    ``given``: the gate before its activation [M, N], if the layer does not compute it.
-    """
-    kind, x, w_up = layer.w_down.device.type, layer.x, layer.w_up
-    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
-        if given is None:
-            gate, up = _products(layer, is_merged(layer))
-        else:
-            gate, up = given, None if w_up is None else F.linear(x, w_up, layer.b_up)
-        if given is None and up is not None and fuses(layer, activation):
-            hidden = reglu_on_cuda(gate, up, activation, inplace=True)
-        else:
-            gate = activation.after(gate, inplace=given is None)
-            hidden = activation.hidden(gate, up)
-        # what is left of the gate, so that its memory may be that of y
+    def see(hidden: Tensor, gate: Tensor) -> None:
+        nonlocal l1, nonzeros
         level = activation.level(gate.dtype)
-        nonzeros = gate.numel() - (gate <= level).sum() if totals else None
+        if totals:
+            nonzeros, l1 = gate.numel() - (gate <= level).sum(), hidden.abs().sum(dtype=torch.float32)
         if measurement is not None:
-            candidates = screened.wanted(measurement, layer, activation) if given is None else None
+            candidates = None if layer.gate is not None else screened.wanted(measurement, layer.operands, activation)
             measurement.dense(gate, level, candidates)
-        del gate, up
-        y = F.linear(hidden, layer.w_down, layer.b_down)
-    return y, hidden.abs().sum(dtype=torch.float32) if totals else None, nonzeros
+
+    kind = layer.w_down.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+        merged = layer.gate is None and is_merged(layer.operands)
+        y = dense(layer, in_inference(layer, activation), merged, see)
+    return y, l1, nonzeros
 
 
 def fuses(layer: Operands, activation: Activation, training: bool = False) -> bool:
@@ -63,23 +103,8 @@ def fuses(layer: Operands, activation: Activation, training: bool = False) -> bo
     return not costs.waits_for_host(costs.Problem(m, k, n, True, training, eager=not _modes.capturing(x)))
 
 
-def inference_of(layer: Operands, activation: Activation, merged: bool) -> Run:
-    """What computes y of plain tensors like these, for which no gradient is needed, w_down [K, N]."""
-    fused = fuses(layer, activation)
-
-    def hidden(gate: Tensor, up: Tensor | None) -> Tensor:
-        if fused and up is not None:
-            return reglu_on_cuda(gate, up, activation, inplace=True)
-        if activation.name == "relu" and up is not None:
-            # in the memory of what nothing else sees
-            return torch.relu_(gate).mul_(up)
-        return activation.hidden(activation.after(gate, inplace=True), up)
-
-    return as_torch(layer, hidden, merged)
-
-
-def as_torch(layer: Operands, hidden: Callable[[Tensor, Tensor | None], Tensor], merged: bool = False) -> Run:
-    """What computes y of plain tensors like these, with this function of gate and up in between.
+def as_torch(layer: Operands, between: Between, merged: bool = False) -> Run:
+    """What computes y of plain tensors like these, w_down [K, N].
 
     merged: gate and up are one product where ``is_merged`` says so, of these tensors and of those of a call alike.
     """
@@ -89,8 +114,7 @@ def as_torch(layer: Operands, hidden: Callable[[Tensor, Tensor | None], Tensor],
     outer = torch.Size((k, n))
 
     def run(*operands: Any) -> Tensor | None:
-        given = Operands(*operands)
-        w_gate, w_up, w_down, b_gate, b_up, b_down = given[1:]
+        _, w_gate, w_up, w_down, b_gate, b_up, b_down = operands
         # no program compares these, and PyTorch would broadcast some that do not fit
         if w_gate.shape != inner or w_gate.dtype is not dtype or w_down.shape != outer or w_down.dtype is not dtype:
             return None
@@ -102,20 +126,9 @@ def as_torch(layer: Operands, hidden: Callable[[Tensor, Tensor | None], Tensor],
         # another layer of these sizes, whose bits must not depend on which came first
         if few and w_up is not None and _are_one(w_gate, w_up) is not one:
             return None
-        y = F.linear(hidden(*_products(given, one)), w_down, b_down)
-        return y if b_down is None else no_view(y)
+        return dense(Layer(*operands), between, one)
 
     return run
-
-
-def _products(layer: Operands, merged: bool) -> tuple[Tensor, Tensor | None]:
-    """Gate and up before the activation."""
-    x, w_gate, w_up, _, b_gate, b_up, _ = layer
-    if merged:
-        n, k = w_gate.shape
-        gate, up = F.linear(x, w_gate.as_strided((2 * n, k), (k, 1))).chunk(2, -1)
-        return gate, up
-    return F.linear(x, w_gate, b_gate), None if w_up is None else F.linear(x, w_up, b_up)
 
 
 def is_merged(layer: Operands) -> bool:

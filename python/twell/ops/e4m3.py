@@ -5,6 +5,8 @@ e4m3 with a scale for each token. The formula is that of ``twell.float8``. "dens
 token between its products.
 """
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,6 +83,17 @@ def tokens_of(x: Tensor, scale: Tensor | None) -> Float8:
     return Float8(x, scale) if x.dtype == E4M3 and scale is not None else float8.quantize_tokens(x, scale)
 
 
+def layer_of(
+    x: Any, weights: Sequence[Any], biases: Sequence[Tensor | None], input_scale: Tensor | None = None
+) -> Layer:
+    """The operands of records as they are; weights: gate, or up of a layer without one, up or None, and down [K, N]."""
+    gate, up, down = weights
+    values, scale = x if isinstance(x, Float8) else (x, input_scale)
+    of_up = (None, None) if up is None else up
+    rest: Any = *biases, None, scale, gate.scale, of_up[1], down.scale
+    return Layer(values, gate.values, of_up[0], down.values, *rest)
+
+
 def _weights(layer: Layer) -> tuple[Float8, Float8 | None, Float8, float8.Biases]:
     """Gate, up and down [K, N] as records, and the biases."""
     up = None if layer.w_up is None else Float8(layer.w_up, layer.up_scale)
@@ -137,44 +150,48 @@ def views(p: Program, given: Layer, fast: bool) -> Views:
 
 
 def dense(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Tensor | None]:
-    """y, and on a GPU the gate before its activation; w_down is [K, N]."""
+    """y as engines with dense fp8 layers compute it, and the gate before its activation; w_down is [K, N].
+
+    The gate, the up projection and h are rounded to bfloat16, and h is quantised per token as x is.
+    """
+    kind = layer.x.device.type
     if not layer.x.numel():
         return layer.x.new_empty(layer.x.shape, dtype=torch.bfloat16), None
-    gate, up, down, biases = _weights(layer)
-    if not layer.x.is_cuda:
-        return float8.dense(
-            tokens_of(layer.x, layer.x_scale), gate, up, down, biases, activation, use_fast_accum=fast
-        ), None
-    n = len(layer.w_gate)
-    if n % MULTIPLE or device.capability(layer.x.device.index) != device.SM_90:
-        tokens = tokens_of(layer.x, layer.x_scale)
-        with torch.autocast("cuda", enabled=False):
-            made = float8.gate_of(tokens, gate, biases[0])
-            return float8.dense(tokens, gate, up, down, biases, activation, use_fast_accum=fast), made
-    x, scale = layer.x, None if layer.x_scale is None else laid_bias(layer.x_scale)
-    if x.dtype != E4M3 or scale is None:
-        x, scale = tokens_in_float8(layer.x, scale)
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+        return _dense(layer, activation, fast)
+
+
+def _dense(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Tensor]:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.operands
+    by_kernels = x.is_cuda and not len(w_gate) % MULTIPLE and device.capability(x.device.index) == device.SM_90
+    scale = None if layer.x_scale is None else laid_bias(layer.x_scale)
+    if not by_kernels:
+        tokens: tuple[Tensor, Tensor] = tokens_of(x, scale)
+    elif x.dtype == E4M3 and scale is not None:
+        tokens = _readable("x", x).view(E4M3), scale
     else:
-        x = _readable("x", x).view(E4M3)
-    made = product(x, scale, layer.w_gate, layer.gate_scale, layer.b_gate, fast)
-    projected = None
-    if layer.w_up is not None:
-        projected = product(x, scale, layer.w_up, layer.up_scale, layer.b_up, fast)
-    hidden = hidden_in_float8(made, projected, activation)
-    # stored by rows of neurons, and read along neurons here
-    w_down = layer.w_down
-    if not w_down.is_contiguous():
-        w_down = transpose(w_down.t(), w_down.new_empty(w_down.shape))
-    return product(*hidden, w_down, layer.down_scale, layer.b_down, fast), made
+        tokens = tokens_in_float8(x, scale)
+    gate = product(*tokens, w_gate, layer.gate_scale, b_gate, fast)
+    up = None if w_up is None else product(*tokens, w_up, layer.up_scale, b_up, fast)
+    if by_kernels:
+        hidden = hidden_in_float8(gate, up, activation)
+        # stored by rows of neurons, and read along neurons here
+        w_down = w_down if w_down.is_contiguous() else transpose(w_down.t(), w_down.new_empty(w_down.shape))
+    else:
+        hidden = float8.quantize_tokens(activation.hidden(activation.after(gate), up))
+    return product(*hidden, w_down, layer.down_scale, b_down, fast), gate
 
 
 def product(
     x: Tensor, x_scale: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None, fast: bool = True
 ) -> Tensor:
-    """x @ w^T + bias in bfloat16, of e4m3 values and the scales of their rows; the product is rounded before the bias.
+    """x @ w^T + bias in bfloat16, of e4m3 values and the scales of their rows.
 
-    ``torch._scaled_mm`` takes no bias for some sizes.
+    Where the GPU has ``torch._scaled_mm`` and takes the sizes, the product is rounded before the bias, as that takes
+    none for some sizes; else sums are in float32.
     """
+    if not x.is_cuda or x.shape[1] % MULTIPLE or len(w) % MULTIPLE or device.capability(x.device.index) < (8, 9):
+        return float8.product(Float8(x, x_scale), Float8(w, scale), bias, torch.float32).bfloat16()
     matrices = x, w if w.is_contiguous() else w.contiguous()
     how: Any = {"out_dtype": torch.bfloat16, "use_fast_accum": fast}
     made = torch._scaled_mm(matrices[0], matrices[1].t(), scale_a=x_scale[:, None], scale_b=scale[None], **how)

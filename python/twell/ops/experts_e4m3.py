@@ -16,7 +16,7 @@ from twell._activation import Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.float8 import E4M3, Float8
-from twell.ops.e4m3 import MULTIPLE, check_scaled, hidden_in_float8, quantise, tokens_of
+from twell.ops.e4m3 import MULTIPLE, check_scaled, dense, hidden_in_float8, layer_of, quantise, tokens_of
 from twell.ops.library import check_rank, rows, transpose
 from twell.ops.operands import run
 from twell.ops.pairs import (
@@ -68,11 +68,11 @@ def sums(given: Any, activation: Activation, by_row: bool) -> Tensor:
         up = None
         if given.w_up is not None and given.up_scale is not None:
             up = Float8(given.w_up[expert], given.up_scale[expert])
-        layer = own, gate, up, Float8(given.w_down[expert].t(), given.down_scale[expert])
+        down = Float8(given.w_down[expert].t(), given.down_scale[expert])
         if by_row:
-            made = float8.formula(*layer, activation=activation, dtype=torch.float32, rounded=True)
+            made = float8.formula(own, gate, up, down, activation=activation, dtype=torch.float32, rounded=True)
         else:
-            made = float8.dense(*layer, activation=activation).float()
+            made = dense(layer_of(own, (gate, up, down), float8.NO_BIASES), activation, True)[0].float()
         y.index_add_(0, tokens, made * given.weights[tokens, slots, None])
     return y
 

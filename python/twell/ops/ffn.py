@@ -81,7 +81,7 @@ def _run(
     if route.strategy == "dense":
         if not layer.scaled:
             operands, activation = opened(layer.operands, activation)
-            return dense.totalled(operands, layer.gate, activation, measurement, totals)
+            return dense.totalled(Layer(*operands, layer.gate), activation, measurement, totals)
         y, gate = e4m3.dense(layer, activation, fast)
         if measurement is not None and gate is not None:
             measurement.dense(gate, activation.level(gate.dtype))
@@ -402,7 +402,7 @@ def inference_of(
     if has_thresholds(layer.b_gate, len(layer.w_gate)) and (route.screen or route.strategy == "dense"):
         return None
     if route.strategy == "dense":
-        return dense.inference_of(layer.operands, activation, merged)
+        return dense.as_torch(layer.operands, dense.in_inference(layer, activation, seen=False), merged)
     if not x.numel() or (route.screen and activation.threshold):
         return None
     # a layer that copies the down weight may lay it by rows at its next call
