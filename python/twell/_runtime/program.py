@@ -146,6 +146,7 @@ class Program:
         self._scratch: list[int] = []
         self._empty: dict[torch.dtype, View] = {}
         self._cleared = 0
+        self._places: tuple[dict[int, int], int] | None = None
 
     @property
     def multiprocessors(self) -> int:
@@ -186,10 +187,12 @@ class Program:
     def launch(self, spec: specs.Spec, *arguments: View | float | None) -> None:
         """Call the kernel of ``spec`` next, with views, integers, floats and None."""
         self.launches.append((spec, arguments))
+        self._places = None
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` next, with views, and None; what it launches goes to the current stream."""
         self.launches.append((function, arguments))
+        self._places = None
 
     def kernels(self) -> list[specs.Spec]:
         """The kernels that it launches."""
@@ -207,6 +210,11 @@ class Program:
 
     def placed(self) -> tuple[dict[int, int], int]:
         """The byte offset of each scratch, and the bytes of all together."""
+        if self._places is None:
+            self._places = self._placed()
+        return self._places
+
+    def _placed(self) -> tuple[dict[int, int], int]:
         lives, sizes = self.lives(), self._scratch
         offsets, total = dict.fromkeys(lives, 0), 0
         done: list[tuple[int, int, int, int]] = []
