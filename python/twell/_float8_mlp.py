@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from twell import functional
+from twell import _modes, functional
 from twell._activation import ActivationName, activation_of
-from twell._arguments import require, require_flag
+from twell._arguments import require
 from twell._float8_saving import watch
-from twell._runtime import geometry
+from twell._settings import Configured, setting
 from twell.float8 import E4M3, Float8, checked
 from twell.functional import Strategy
 from twell.ops.calls import How
 from twell.strategy import tables
 from twell.strategy.explanation import Choice
-from twell.strategy.plan import Facts, routed, unpackable
+from twell.strategy.plan import Facts, unpackable
 from twell.strategy.site import AutoStrategy
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _static(scale: Tensor) -> Tensor:
     return made
 
 
-class Float8MLP(nn.Module):
+class Float8MLP(Configured):
     """``twell.sparse_gated_ffn`` of e4m3 weights on bfloat16 x [..., hidden], or ``twell.sparse_ffn`` without a gate.
 
     ``gate`` (None without one) and ``up`` are [intermediate, hidden], ``down`` is [hidden, intermediate], each a
@@ -118,6 +118,11 @@ class Float8MLP(nn.Module):
 
     # the dropouts of the hidden state that the layer had, "" without one
     dropped = ""
+    _fast_accum: bool
+    fast_accum = setting("fast_accum")
+    # these stay
+    activation = property(lambda self: self._activation)
+    threshold = property(lambda self: self._threshold)
 
     def __init__(
         self,
@@ -137,19 +142,18 @@ class Float8MLP(nn.Module):
     ) -> None:
         # half of a pair is a projection as well, with arguments of its own
         nn.Module.__init__(self)
-        require_flag("fast_accum", fast_accum)
-        geometry.words_per_tile(compression)
         self.hidden, self.intermediate = down.shape
         for name, record in zip(names, (gate, up)):
             if record is not None and tuple(record.shape) != (self.intermediate, self.hidden):
                 raise ValueError(f"{name} must be {[self.intermediate, self.hidden]}, got {list(record.shape)}")
-        self._form = activation_of(activation, threshold, gate is not None)
-        asked = "auto" if isinstance(strategy, AutoStrategy) else strategy
-        routed(Facts("Float8MLP", asked, invariant, n=self.intermediate, k=self.hidden, float8=True))
+        self._gated = gate is not None
+        form = activation_of(activation, threshold, self._gated)
+        self._set(_activation=form.name, _threshold=form.threshold)
+        self.compression, self.strategy, self.invariant, self.fast_accum = compression, strategy, invariant, fast_accum
         if refusal := unpackable(Facts("Float8MLP", n=self.intermediate, k=self.hidden, float8=True), instead=""):
             raise refusal.kind(refusal.message)
-        self.strategy, self.invariant, self.compression, self.fast_accum = strategy, invariant, compression, fast_accum
         self._auto = AutoStrategy(screen="off")
+        self._how = self._asked()
         self._names = tuple(names) if gate is not None else tuple(names[-2:])
         records = [record for record in (gate, up, down) if record is not None]
         given = biases if gate is not None else biases[-2:]
@@ -161,15 +165,16 @@ class Float8MLP(nn.Module):
         """Take a projection."""
         setattr(self, name, Float8Projection(record, bias, by_columns=is_down))
 
-    @property
-    def activation(self) -> str:
-        """The activation, which stays."""
-        return self._form.name
+    def _asked(self) -> How:
+        return super()._asked()._replace(fast=self._fast_accum)
 
-    @property
-    def threshold(self) -> float:
-        """Its threshold, which stays."""
-        return float(self._form.threshold)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_form" in state:
+            # of version 0.3
+            named = {f"_{name}": state[name] for name in ("strategy", "invariant", "compression", "fast_accum")}
+            (activation, threshold), gated = state["_form"], len(state["_names"]) == 3
+            state = {**state, **named, "_activation": activation, "_threshold": threshold, "_gated": gated}
+        super().__setstate__(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return super()._apply(moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call, no-any-return]
@@ -185,7 +190,7 @@ class Float8MLP(nn.Module):
         if len(children) == 2:
             records.insert(1, None)
             biases.insert(1, None)
-        how = How(self._form, self._site() or self.strategy, self.invariant, self.compression, self.fast_accum)
+        how = self._asked() if _modes.compiling() else self._how
         scale: Any = self.input_scale
         function = functional.sparse_ffn if len(children) == 2 else functional.sparse_gated_ffn
         return functional.run_scaled(function, x, records, biases, how, scale)
@@ -202,13 +207,5 @@ class Float8MLP(nn.Module):
             rows = site.explain(name) or [Choice(name, "inference", "any", "", "auto", "not called yet")]
         return [row._replace(layout="rows") for row in rows]
 
-    def _site(self) -> AutoStrategy | None:
-        """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""
-        if self.invariant:
-            return None
-        if isinstance(self.strategy, AutoStrategy):
-            return self.strategy
-        return self._auto if self.strategy == "auto" else None
-
     def extra_repr(self) -> str:
-        return f"{self.hidden}, {self.intermediate}, activation={self._form.name!r}, strategy={self.strategy!r}"
+        return f"{self.hidden}, {self.intermediate}, activation={self.activation!r}, strategy={self.strategy!r}"

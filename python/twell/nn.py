@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -23,13 +22,13 @@ from twell import (
     functional,
 )
 from twell._activation import ActivationName, activation_of
-from twell._arguments import require, require_flag, require_integer
+from twell._arguments import require, require_integer
 from twell._autoencoder import SparseAutoencoder as SparseAutoencoder
 from twell._execution import Aux
 from twell._float8_mlp import Float8MLP
 from twell._projections import Projection
-from twell._runtime import geometry
 from twell._runtime.log import warn_once
+from twell._settings import Configured, name_of, setting
 from twell.functional import Strategy
 from twell.ops.calls import How, known
 from twell.ops.operands import Layer
@@ -44,71 +43,15 @@ DownLayout = Literal["auto", "rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
-_SETTINGS = (
-    *("strategy", "invariant", "compression", "down_layout", "accumulate_main_grad", "record_aux"),
-    *("activation", "threshold"),
-)
 
-
-_settings_lock = threading.Lock()
-
-
-def _require_setting(layer: SparseFFN, name: str, value: Any) -> None:
-    """Raise TypeError or ValueError unless a layer's attribute ``name`` may be ``value``."""
-    if name in ("activation", "threshold") and layer._given and value not in ("relu", 0):
-        raise ValueError(f"{name} must be as it is, since the model's own code applies the activation, got {value!r}")
-    if name == "activation":
-        activation_of(value, layer.__dict__.get("_threshold", 0), layer._gated)
-    elif name == "threshold":
-        activation_of(layer.activation, value, layer._gated)
-    elif name == "strategy":
-        routed(Facts(strategy=_name_of(value), invariant=layer.__dict__.get("_invariant", False)))
-    elif name == "invariant":
-        routed(Facts(strategy=_name_of(layer._strategy), invariant=value))
-    elif name == "compression":
-        geometry.words_per_tile(value)
-    elif name == "down_layout":
-        _require_layout(name, value)
-    else:
-        require_flag(name, value)
-
-
-def _set(layer: SparseFFN, **settings: Any) -> None:
-    """Give a layer checked settings, and what its calls ask by them."""
-    with _settings_lock:
-        layer.__dict__.update(settings)
-        if "_how" in layer.__dict__:
-            layer.__dict__["_how"] = layer._asked()
-
-
-def _name_of(strategy: Any) -> Any:
-    """The name of a strategy or a site."""
-    return "auto" if isinstance(strategy, AutoStrategy) else strategy
-
-
-def _setting(name: str) -> Any:
-    """A property that checks each value it is given; the value is stored under ``_name``."""
-    # under the property's own name, torch.compile of torch 2.11 would ask the property again, for ever
-    kept = f"_{name}"
-
-    def get(self: nn.Module) -> Any:
-        # always there: torch.compile has no guard on absent attributes
-        return self.__dict__[kept]
-
-    def put(self: nn.Module, value: Any) -> None:
-        _require_setting(self, name, value)  # type: ignore[arg-type]
-        _set(self, **{kept: value})  # type: ignore[arg-type]
-
-    return property(get, put)
-
-
-class SparseFFN(nn.Module):
-    """Base of both modules: settings, the call site's ``AutoStrategy`` and the dense path through the children."""
+class SparseFFN(Configured):
+    """Base of both modules: their settings, and the dense path through the children."""
 
     up_proj: nn.Linear
     down_proj: nn.Linear
     aux: Aux | None = None
-    _gated = False
+    _settings = Configured._settings | {"down_layout", "accumulate_main_grad", "record_aux"}
+    _unsaved = ("aux", "_laid", "_how")
     # the names of the children that are projections, in the order of calls
     _projections: tuple[str, ...] = _PROJECTIONS
     # ``own_code`` of those of other classes that were seen to compute the same, and whether weights are cast as x is
@@ -120,25 +63,14 @@ class SparseFFN(nn.Module):
     _given = False
     if TYPE_CHECKING:
         _laid: _down_layout.Laid
-        _how: How
-        _strategy: Strategy | AutoStrategy
-        _invariant: bool
-        _compression: int
         _accumulate_main_grad: bool
         _record_aux: bool
-        _activation: ActivationName
-        _threshold: float | Tensor
-        activation: ActivationName
-        threshold: float | Tensor
-        strategy: Strategy | AutoStrategy
-        invariant: bool
-        compression: int
         accumulate_main_grad: bool
         record_aux: bool
         down_layout: DownLayout
     else:
-        strategy, invariant, compression, down_layout, accumulate_main_grad, record_aux, activation, threshold = map(
-            _setting, _SETTINGS
+        down_layout, accumulate_main_grad, record_aux = map(
+            setting, ("down_layout", "accumulate_main_grad", "record_aux")
         )
 
     def __init__(
@@ -161,7 +93,7 @@ class SparseFFN(nn.Module):
             raise TypeError(f"dtype must be a floating torch.dtype, got {dtype!r}")
         require_integer("hidden", hidden, 1)
         require_integer("intermediate", intermediate, 1)
-        routed(Facts(type(self).__name__, _name_of(strategy), invariant, n=intermediate, k=hidden, sliced=True))
+        routed(Facts(type(self).__name__, name_of(strategy), invariant, n=intermediate, k=hidden, sliced=True))
         self.hidden, self.intermediate = hidden, intermediate
         # how many children there were when all were last looked at
         self._children = 0
@@ -183,12 +115,15 @@ class SparseFFN(nn.Module):
             sizes = (self.intermediate, self.hidden) if name == "down_proj" else (self.hidden, self.intermediate)
             setattr(self, name, nn.Linear(*sizes, bias, device, dtype))
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _SETTINGS or name == "screen":
-            # nn.Module would make a child of a module, and a parameter of a Parameter, before the property sees it
-            object.__setattr__(self, name, value)
+    def _require(self, name: str, value: Any) -> None:
+        if name in ("activation", "threshold") and self._given and value not in ("relu", 0):
+            raise ValueError(
+                f"{name} must be as it is, since the model's own code applies the activation, got {value!r}"
+            )
+        if name == "down_layout":
+            _require_layout(name, value)
         else:
-            super().__setattr__(name, value)
+            super()._require(name, value)
 
     def reset_parameters(self) -> None:
         """Initialise all projections again, each as nn.Linear does."""
@@ -208,28 +143,13 @@ class SparseFFN(nn.Module):
         form += ", invariant=True" if self.invariant else ""
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
 
-    @property
-    def screen(self) -> Screen:
-        """``AutoStrategy.screen`` of the layer's ``strategy`` if that is one, else of its own, which "auto" has.
-
-        Setting it sets both, and so that of other layers which share the ``AutoStrategy``.
-        """
-        return self._strategy.screen if isinstance(self._strategy, AutoStrategy) else self._auto.screen
-
-    @screen.setter
-    def screen(self, value: Screen) -> None:
-        self._auto.screen = value
-        if isinstance(self._strategy, AutoStrategy):
-            self._strategy.screen = value
-
     def __getstate__(self) -> dict[str, Any]:
-        self._laid.put_back()
         # Aux may be part of autograd's graph, which can neither be copied nor pickled
-        return {name: value for name, value in self.__dict__.items() if name not in ("aux", "_laid", "_how")}
+        self._laid.put_back()
+        return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_laid": _down_layout.Laid(), "_children": 0})  # type: ignore[no-untyped-call]
-        self._how = self._asked()
+        super().__setstate__({**state, "_laid": _down_layout.Laid(), "_children": 0})
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -292,11 +212,6 @@ class SparseFFN(nn.Module):
         with contextlib.nullcontext() if compiling else _down_layout.turn(self):
             result = self._sparse(x, with_aux, how) if plain else self._adapted(x, with_aux)
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
-
-    def _asked(self) -> How:
-        """What calls ask by the settings."""
-        activation = activation_of(self._activation, self._threshold, self._gated)
-        return How(activation, self._site() or self._strategy, self._invariant, self._compression)
 
     def _known(self, x: Any, how: How) -> Tensor | None:
         """y of a call of a kind that was made before; None, with nothing run, of any other.
@@ -420,7 +335,7 @@ class SparseFFN(nn.Module):
         """The result where a projection is more than a weight and a bias: sparse if the others can be read."""
         if refusal := self._refusal():
             raise NotImplementedError(refusal)
-        routed(Facts(strategy=_name_of(self.strategy), invariant=self.invariant, called=True))
+        routed(Facts(strategy=name_of(self.strategy), invariant=self.invariant, called=True))
         result = _adapted.run(self, x, with_aux)
         if not isinstance(result, str):
             return result
@@ -466,14 +381,6 @@ class SparseFFN(nn.Module):
             # a copy: figures are of the whole hidden state
             kept = child(hidden.clone() if getattr(child, "inplace", False) else hidden)
         return self._project("down_proj", kept), hidden, gate
-
-    def _site(self) -> AutoStrategy | None:
-        """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""
-        if self._invariant:
-            return None
-        if isinstance(self._strategy, AutoStrategy):
-            return self._strategy
-        return self._auto if self._strategy == "auto" else None
 
     def _applied(self, name: str) -> tuple[Tensor, Tensor | None]:
         """The weight and the bias that calling a projection applies."""
@@ -635,22 +542,17 @@ def set_strategy(
     if screen is not None:
         require_screen(screen)
     for layer in (*layers, *others):
-        routed(Facts(strategy=_name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
+        routed(Facts(strategy=name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
     autoencoders = [layer for layer in others if isinstance(layer, SparseAutoencoder)]
     for layer in autoencoders:
         # raises if True
         layer.invariant = bool(invariant)
-    for layer in others:
         layer.strategy = strategy
-        if invariant is not None:
-            layer.invariant = invariant
-    for layer in autoencoders:
-        if screen is not None:
-            layer.screen = screen
-    for layer in layers:
-        # both at once: the one may not go with the other's old value
-        _set(layer, _strategy=strategy, **({} if invariant is None else {"_invariant": invariant}))
-        if screen is not None:
+    for layer in (*layers, *others):
+        if isinstance(layer, Configured):
+            # both at once: the one may not go with the other's old value
+            layer._set(_strategy=strategy, **({} if invariant is None else {"_invariant": invariant}))
+        if screen is not None and not isinstance(layer, Float8MLP):
             layer.screen = screen
 
 

@@ -44,6 +44,7 @@ twell: _quantised
 twell: _choice
 twell: _execution
 twell: functional experts _down_layout
+twell: _settings
 twell: _columns
 twell: _projections
 twell: _adapted _explained

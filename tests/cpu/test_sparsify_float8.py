@@ -99,7 +99,7 @@ def test_projections_of_e4m3_become_layers(on_a_gpu: None, tmp_path: Path, kind:
         else:
             assert layer.input_scale is None
         x = float8.quantize_tokens(tokens(), layer.input_scale)
-        assert off(run(model, tokens(), place), float8.formula(x, *own, biases(layer), layer._form)) < 4e-3
+        assert off(run(model, tokens(), place), float8.formula(x, *own, biases(layer), layer._how.activation)) < 4e-3
     assert {row.strategy for row in twell.explain(model)} == {"row"}
     # the weights of the files with inputs in 16 bits, up to roundings to e4m3
     assert 1e-3 < off(run(model, tokens()), run(dequantised(folder), tokens())) < 0.08

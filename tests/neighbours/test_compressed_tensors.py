@@ -36,7 +36,7 @@ def test_layers_of_e4m3(tmp_path: Path, kind: str, layout: str) -> None:
     for place, layer in enumerate(layers(model)):
         x = float8.quantize_tokens(tokens(), layer.input_scale)
         y = run(model, tokens(), place)
-        assert off(y, float8.formula(x, *records(layer), biases(layer), layer._form)) < 4e-3
+        assert off(y, float8.formula(x, *records(layer), biases(layer), layer._how.activation)) < 4e-3
         # its roundings of x, and of the hidden state, which rows keep
         assert off(y, run(stock, tokens(), place)) < 0.1
         assert (layer.input_scale is not None) == (layout == "static")
