@@ -272,7 +272,7 @@ def host_times() -> str:
 
     tables = [
         host.CAPTIONS["host"],
-        host.host_table([row for row in parts["host"] if row["layer"] in ("dense", "auto")]),
+        host.host_table([row for row in parts["host"] if row["layer"] in ("dense", "auto", "function")]),
     ]
     tables += [host.CAPTIONS["few"], host.few_table(parts["few"], shown)]
     return "\n\n".join(tables) + where("host")

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import twell
 from profiling.bench.layers import module_of
 from profiling.bench.protocol import Device, Gpu
 from profiling.bench.report import Progress, Run, require_writable
@@ -111,6 +112,19 @@ class Dense(nn.Module):
         return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Function(nn.Module):
+    """The function of a layer on its weights, with a site of its own."""
+
+    def __init__(self, like: SparseFFN) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([child.weight for child in like.children()])
+        self.function: Any = twell.sparse_gated_ffn if isinstance(like, SparseGatedMLP) else twell.sparse_ffn
+        self.site = twell.AutoStrategy()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x, *self.weights, strategy=self.site)
+
+
 def copied(linear: nn.Linear) -> nn.Linear:
     """The same with a contiguous weight."""
     copy = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -135,9 +149,11 @@ def call_of(what: str, layer: nn.Module, x: Tensor) -> Call:
     return step
 
 
-def chosen(layer: nn.Module) -> str:
+def chosen(layer: nn.Module | twell.AutoStrategy) -> str:
     """What "auto" runs now in eager calls; "" for other layers."""
-    if not isinstance(layer, SparseFFN) or layer.strategy != "auto":
+    if isinstance(layer, Function):
+        layer = layer.site
+    elif not isinstance(layer, SparseFFN) or layer.strategy != "auto":
         return ""
     return next((row.strategy for row in explain(layer) if not row.graph), "dense")
 
@@ -217,7 +233,10 @@ def kinds(
         problem = source.load(m, HIDDEN, NEURONS, device=where, dtype=torch.bfloat16)
         n, k = problem.w_gate.shape
         layers = {name: module_of(problem, name) for name in STRATEGIES[what]}
-        yield Row(part, what, source.name, "any", m, k, n), {"dense": Dense(layers["auto"]), **layers}, problem.x
+        own: dict[str, nn.Module] = {"dense": Dense(layers["auto"]), **layers}
+        if part == "host":
+            own["function"] = Function(module_of(problem, "auto"))
+        yield Row(part, what, source.name, "any", m, k, n), own, problem.x
 
 
 # Showing

@@ -61,7 +61,7 @@ def test_every_part_has_its_rows_and_its_table(run: Callable[..., Any]) -> None:
         assert ratios == (timed if row["layer"] != "dense" else set())
         assert bool(row["queued_over_replay"]) == bool(row["replay_queued_ms"]) == (row["part"] == "replay")
         # on a CPU
-        assert row["chosen"] == ("dense" if row["layer"] == "auto" else "")
+        assert row["chosen"] == ("dense" if row["layer"] in ("auto", "function") else "")
     kinds = dict.fromkeys((row["part"], row["what"], row["workload"], row["m"], row["k"], row["gated"]) for row in rows)
     assert list(kinds) == [
         ("host", "forward", "topic29", 16, K, True),
@@ -75,7 +75,8 @@ def test_every_part_has_its_rows_and_its_table(run: Callable[..., Any]) -> None:
         what: [row["layer"] for row in rows if row["part"] == "host" and row["what"] == what]
         for what in ("forward", "step")
     }
-    assert layers == {"forward": ["dense", "auto", "row", "union"], "step": ["dense", "auto", "union"]}
+    of_step = ["dense", "auto", "union", "function"]
+    assert layers == {"forward": ["dense", "auto", "row", "union", "function"], "step": of_step}
     assert [caption in said for caption in host.CAPTIONS.values()] == [True] * 3
     assert "Of 3 points these take over 1.02 of dense's time: " in said
     assert said.endswith(f"{data['machine']}\n")
