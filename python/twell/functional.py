@@ -438,9 +438,9 @@ def run(
     mains = Mains()
     if given.scaled:
         layer, training, plain = given, False, True
-        # the dispatcher makes others real
-        in_memory = all(t is None or _modes.is_in_memory(t) for t in given)
-        direct = not _modes.compiling() and is_direct(given.x) and in_memory
+        # the dispatcher makes real what has no memory
+        direct = not _modes.compiling() and is_direct(given.x)
+        direct = direct and all(t is None or _modes.is_in_memory(t) for t in given)
     elif plain := not gives and admitted(given.operands, gated):
         # the answers to all questions that the other branch asks
         layer = given
