@@ -3,13 +3,12 @@
 For ``W x + s B A x`` the adapter is columns: of gate and up ``[x, A_g x, A_u x] @ [W_g, s B_g, 0]^T``, of the down
 projection ``h @ [W_d; A_d]^T`` with ``s B_d`` behind it. So x and y get R more columns, and the layer is an ordinary
 one of width K + R. A gate that no columns can tell is called, and ``sparse_up_down`` takes it. Weights are concatenated
-and dequantised in each call: a copy could not be kept, as a write through ``.data`` raises no version. Deltas are never
+and dequantised in each pass: a copy could not be kept, as a write through ``.data`` raises no version. Deltas are never
 added to weights, where 16 bits would round them away.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,113 +18,79 @@ from torch import Tensor
 from twell import _modes, functional
 from twell._activation import activation_of
 from twell._admission import sharded
-from twell._columns import Matrix, Part, assembled, narrowed, widened
+from twell._columns import Matrix, Part, ReadFFN, beside, narrowed
 from twell._execution import Extra, Made
 from twell._plain import HOOKS_OF_ALL, calls_are_torchs, overridden
-from twell._projections import LowRank, Projection
+from twell._projections import Projection
+from twell._settings import name_of
 from twell.ops.calls import How
+from twell.ops.library import unviewed
 from twell.ops.operands import Layer
 from twell.strategy import tables
 from twell.strategy.plan import Facts, Refusal, Route, plan
-from twell.strategy.site import AutoStrategy, tokens_of
+from twell.strategy.site import tokens_of
 
 # "auto" calls the projections for fewer tokens if weights are copied, which takes longer than sparsity saves
 FEWEST_TOKENS = 1024
 
 
 class Way(NamedTuple):
-    """How a layer runs sparse: its readings, gate and up None where they are called or not there.
+    """How a layer runs sparse: its readings.
 
-    given: whether the gate, or without one the up projection, is called. added: the columns R.
+    gate: the first projection's, which is up in a layer without a gate; None where a call makes its pre-activations.
+    up: None without a gate. before: those whose adapters make columns of x. added: the columns R.
     """
 
     gate: Projection | None
     up: Projection | None
     down: Projection
-    given: bool
+    before: list[Projection]
     added: int
 
     @property
-    def sources(self) -> list[Projection]:
-        """The readings whose adapters make columns of x."""
-        # the halves of one projection have the same ones
-        shared = self.up is not None and self.up.part is not None
-        return [each for each in (None if shared else self.gate, self.up) if each is not None]
-
-    @property
-    def lowering(self) -> list[LowRank]:
-        """The adapters that make columns of x."""
-        return [adapter for each in self.sources for adapter in each.adapters]
-
-    @property
-    def drops(self) -> bool:
-        """Whether one of them drops values of x now."""
-        # not any(): Dynamo of torch 2.9 cannot trace it of a generator
-        return True in [adapter.drops for adapter in self.lowering]
-
-    @property
-    def copies(self) -> bool:
-        """Whether a call makes weights."""
-        return bool(self.added) or any(each.quantised for each in (self.up, self.down) if each is not None)
-
-    @property
-    def rank(self) -> int:
-        """The columns of x that adapters make."""
-        return sum(each.rank for each in self.sources)
+    def dequantised(self) -> bool:
+        """Whether a call dequantises weights."""
+        return any(each.dequantise for each in (self.up, self.down) if each is not None)
 
 
 def way_of(layer: Any) -> Way | str:
     """How ``layer`` may run sparse though a projection is more than a weight and a bias, or why it cannot."""
     if any(HOOKS_OF_ALL) or not calls_are_torchs():
         return "hooks of all modules, or a replaced call"
-    names, readings = _names(layer), layer._readings()
-    first, *rest = readings
-    for name, reading in zip(names[1:], rest):
+    first, *rest = layer._readings()
+    # of gate and up in one the name is that of both
+    for name, reading in zip(layer._projections[-len(rest) :], rest):
         if isinstance(reading, str):
             return f"{name} {reading}"
     *ups, down = rest
     up = ups[0] if ups else None
     if any(each.drops for each in down.adapters):
-        return f"{names[-1]} has an adapter with dropout of the hidden state (lora_dropout): kernels keep no zeros"
-    given = isinstance(first, str) or bool(first.quantised and first.part is None)
-    way = Way(None if given else first, up, down, given, 0)
-    return way._replace(added=-(-max(way.rank, down.rank) // 8) * 8)
+        name = layer._projections[-1]
+        return f"{name} has an adapter with dropout of the hidden state (lora_dropout): kernels keep no zeros"
+    gate = None if isinstance(first, str) or (first.dequantise and first.part is None) else first
+    # the halves of one projection have the same adapters
+    shared = up is not None and up.part is not None
+    before = [each for each in (None if shared else gate, up) if each is not None]
+    most = max(sum([each.rank for each in before]), down.rank)
+    return Way(gate, up, down, before, -(-most // 8) * 8)
 
 
 def planned(
-    layer: Any, n: int, k: int, dtype: torch.dtype, device: torch.device, training: bool, x: Tensor | None = None
+    layer: Any, n: int, k: int, dtype: torch.dtype, device: torch.device, training: bool, **met: Any
 ) -> Route | Refusal:
-    """How calls of ``layer`` on weights of these sizes run, in the dtype of their products; ``x`` is that of one."""
-    facts = Facts(
-        type(layer).__name__,
-        _asked(layer),
-        layer._invariant,
-        n=n,
-        k=k,
-        dtype=dtype,
-        device=device.type,
-        imposed=tables.imposed(device.type, device.index),
-        training=training,
-        moving=isinstance(layer._threshold, Tensor),
-    )
-    if x is not None:
-        facts = facts._replace(
-            site=True,
-            # weights may be of the transform, too
-            transformed="a call inside a transform" if _modes.transforming() else "",
-            overridden=overridden({"x": x}),
-            onnx=_modes.to_onnx(),
-            exporting=_modes.exporting(),
-            tracing=_modes.tracing(tokens_of(x)),
-        )
-    return plan(facts)
+    """How calls of ``layer`` on weights of these sizes run, in the dtype of their products; ``met``: facts of one."""
+    asked = type(layer).__name__, name_of(layer._strategy), layer._invariant
+    facts = Facts(*asked, n=n, k=k, dtype=dtype, device=device.type)
+    imposed, moving = tables.imposed(device.type, device.index), isinstance(layer._threshold, Tensor)
+    return plan(facts._replace(imposed=imposed, moving=moving, training=training, **met))
 
 
 def foreseen(layer: Any, training: bool) -> Route | Refusal:
     """How calls run where a projection is more than a weight and a bias, as far as no call is known."""
     way = way_of(layer)
     if isinstance(way, str) or layer._invariant:
-        answer = plan(Facts(type(layer).__name__, _asked(layer), layer._invariant, training=training, called=True))
+        asked = type(layer).__name__, name_of(layer._strategy), layer._invariant
+        answer = plan(Facts(*asked, training=training, called=True))
         return answer._replace(reason=way) if isinstance(answer, Route) and isinstance(way, str) else answer
     device = way.down.linear.weight.device
     dtype = _modes.product_dtype(way.down.own_dtype, device.type)
@@ -134,19 +99,14 @@ def foreseen(layer: Any, training: bool) -> Route | Refusal:
         # calls of the projections take it
         return Route("dense", reason=answer.message)
     parts = [f"{way.added} columns of adapters"] if way.added else []
-    parts += ["a gate that is called"] if way.given and layer._gated else []
-    parts += ["dequantised weights"] if any(each.quantised for each in (way.up, way.down) if each) else []
+    parts += ["a gate that is called"] if way.gate is None and layer._gated else []
+    parts += ["dequantised weights"] if way.dequantised else []
     return answer._replace(reason=f"{answer.reason}; with {' and '.join(parts)}") if parts else answer
-
-
-def _asked(layer: Any) -> Any:
-    """The name of the layer's strategy."""
-    return "auto" if isinstance(layer._strategy, AutoStrategy) else layer._strategy
 
 
 def run(layer: Any, x: Tensor, with_aux: bool) -> Any:
     """The result of the layer's function, or why its projections must be called; "" where that is the choice."""
-    auto, m = _asked(layer) == "auto", tokens_of(x)
+    auto, m = name_of(layer._strategy) == "auto", tokens_of(x)
     if auto and not (layer._given or _modes.tracing(m)) and m < FEWEST_TOKENS:
         return ""
     way = way_of(layer)
@@ -157,12 +117,18 @@ def run(layer: Any, x: Tensor, with_aux: bool) -> Any:
     dtype = "x is sharded" if sharded({"x": x}) else _dtype(way, x)
     if isinstance(dtype, str):
         return dtype
-    training = torch.is_grad_enabled() and (x.requires_grad or _trains(layer))
-    answer = planned(layer, layer.intermediate, layer.hidden + way.added, dtype, x.device, training, x)
+    children = [layer._modules[name] for name in layer._projections]
+    trains = x.requires_grad or any(p.requires_grad for child in children for p in child.parameters())
+    how = layer.intermediate, layer.hidden + way.added, dtype, x.device, torch.is_grad_enabled() and trains
+    met: dict[str, Any] = {"onnx": _modes.to_onnx(), "exporting": _modes.exporting(), "tracing": _modes.tracing(m)}
+    # weights may be of the transform, too
+    transformed = "a call inside a transform" if _modes.transforming() else ""
+    answer = planned(layer, *how, site=True, transformed=transformed, overridden=overridden({"x": x}), **met)
     if isinstance(answer, Refusal):
         return answer.message
+    copies = auto and (way.added or way.dequantised)
     # an exported program has no guard for the number of tokens
-    if answer.strategy == "dense" or (auto and way.copies and (_modes.exporting() or m < FEWEST_TOKENS)):
+    if answer.strategy == "dense" or (copies and (_modes.exporting() or m < FEWEST_TOKENS)):
         return ""
     return _run(layer, way, x, dtype, with_aux)
 
@@ -172,7 +138,7 @@ def _dtype(way: Way, x: Tensor) -> torch.dtype | str:
     plain = _modes.product_dtype(x.dtype, x.device.type)
     autocast = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
     used = [each for each in (way.gate, way.up, way.down) if each is not None]
-    if not autocast and any(not each.quantised and each.linear.weight.dtype != x.dtype for each in used):
+    if not autocast and any(not each.dequantise and each.linear.weight.dtype != x.dtype for each in used):
         return ""
     found = {each.dtype(x, plain) for each in used}
     if len(found) > 1 or (autocast and found != {plain}):
@@ -180,169 +146,85 @@ def _dtype(way: Way, x: Tensor) -> torch.dtype | str:
     return found.pop()
 
 
-def _trains(layer: Any) -> bool:
-    children = layer._modules
-    return any(p.requires_grad for name in layer._projections for p in children[name].parameters())
-
-
 def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) -> Any:
-    gate, up, down, given, added = way
-    k, lead, called = layer.hidden, x.shape[:-1], None
-    if given:
-        called = layer._gate(x)
-        if type(called) is not Tensor or called.shape != (*lead, layer.intermediate):
-            return layer._dense(called, layer._project("up_proj", x) if layer._gated else None, with_aux)
+    gate, up, down, _, added = way
+    k, given = layer.hidden, gate is None
+    called = layer._gate(x) if given else None
 
-    def dense() -> Any:
-        if called is None:
-            return layer._behind(*layer._pre_activations(x))
-        return layer._behind(called, layer._project("up_proj", x) if layer._gated else None)
+    def projected() -> Any:
+        if not given:
+            return layer._pre_activations(x)
+        return called, layer._project("up_proj", x) if layer._gated else None
 
-    matrices, weights = _weights(way, dtype)
-    w_gate, w_up, w_down = (weights.get(name) for name in ("gate", "up", "down"))
-    wide = _wide(way, x, weights.get("lowering"), dtype) if added else x.to(dtype)
-    b_gate, b_up, b_down = (None if each is None else each.bias(dtype) for each in (gate, up, down))
-    if added and b_down is not None:
-        b_down = F.pad(b_down, (0, added))
-    strategy = layer._site() or layer._strategy
-    activation = activation_of(layer._activation, layer._threshold, layer._gated)
+    if given and (type(called) is not Tensor or called.shape != (*x.shape[:-1], layer.intermediate)):
+        return layer._dense(*projected(), with_aux)
+    matrices, sources, own = _sources(way, x.reshape(-1, k), dtype)
+    # eager calls have a graph by ``ReadFFN``
+    with contextlib.nullcontext() if _modes.compiling() else torch.no_grad():
+        *weights, lowering, raising = [matrix.read(sources) for matrix in matrices]
+        wide = None if own is None else beside(own, None if lowering is None else lowering.t(), k + added)
+    biases = [None if each is None else each.bias(dtype) for each in (gate, up, down)]
+    if added and biases[2] is not None:
+        biases[2] = F.pad(biases[2], (0, added))
+    of_gate = None if called is None else called.reshape(-1, called.shape[-1]).to(dtype)
+    apply, graph = None, (own, of_gate, *biases, *sources)
+    if torch.is_grad_enabled() and not _modes.compiling() and any(t is not None and t.requires_grad for t in graph):
+        apply = functools.partial(ReadFFN.apply, matrices, lowering, raising, *sources, own)
     # frozen weights need no gradient in front of those of adapters
     frozen = not any(each.linear.weight.requires_grad for each in (gate, up, down) if each is not None)
-    first = down if given else gate
+    first = gate or down
     # operators find the site by a weight that the layer holds
-    held = None if first is None or first.quantised else first.linear.weight
-    extra = Extra(Made(held, k if added and frozen else 0, dense))
-    how = How(activation, strategy, False, layer._compression)
-    result: Any
-    with _made_again(x, [(matrices[name], weights[name]) for name in ("gate", "up", "down") if name in weights]):
-        if called is None:
-            function = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
-            operands = Layer(wide, w_gate, w_up, w_down, b_gate, b_up, b_down)
-            result = functional.run(function, operands, how, None, with_aux, extra)
-        else:
-            of_gate = called.reshape(-1, called.shape[-1]) if added else called
-            own = None if up is None else wide
-            operands = Layer(own, None, w_up, w_down, None, b_up, b_down, of_gate.to(dtype))
-            result = functional.run(functional.sparse_up_down, operands, how, None, with_aux, extra)
+    held = None if first.dequantise else first.linear.weight
+    extra = Extra(Made(held, k if added and frozen else 0, lambda: layer._behind(*projected()), apply))
+    activation = activation_of(layer._activation, layer._threshold, layer._gated)
+    how = How(activation, layer._site() or layer._strategy, False, layer._compression)
+    function: Any = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
+    function, operands = functional.sparse_up_down if given else function, Layer(*(wide, *weights, *biases, of_gate))
+    result: Any = functional.run(function, operands, how, None, with_aux, extra)
     y, aux = result if with_aux else (result, None)
     # a dense call is of the projections
-    if y.shape[-1] != k:
-        y = narrowed(y, weights["raising"] if "raising" in weights else y.new_empty((k, 0))).view(*lead, k)
+    y = y if y.shape == x.shape else unviewed(narrowed(y, raising, k), x.shape)
     y = y.to(_dtype_of_y(way, x, called, dtype))
     return (y, aux) if with_aux else y
 
 
-def _weights(way: Way, dtype: torch.dtype) -> tuple[dict[str, Matrix], dict[str, Tensor]]:
-    """The weights of the projections that are not called, and of adapters: of all before x, and behind the down one."""
-    gate, up, down, _, added = way
-    matrices = {"down": _of_output(down, dtype, added)}
-    if gate is not None:
-        matrices["gate"] = _of_input(gate, dtype, 0, added)
-    if up is not None:
-        # the columns of its adapters end those of x
-        matrices["up"] = _of_input(up, dtype, way.rank - up.rank, added)
-    if way.lowering and not way.drops:
-        matrices["lowering"] = Matrix([Part(adapter.a.weight) for adapter in way.lowering], dtype, 0)
-    if down.adapters:
-        matrices["raising"] = Matrix(down.raising(), dtype)
-    weights = dict(zip(matrices, assembled([*matrices.values()])))
-    if added:
-        weights["down"] = weights["down"].t()
-    return matrices, weights
+def _sources(way: Way, x: Tensor, dtype: torch.dtype) -> tuple[list[Matrix], list[Tensor], Tensor | None]:
+    """What ``ReadFFN`` reads, and of what, for a call on x [M, K]."""
+    gate, up, down, before, added = way
+    k, ranks = x.shape[1], [each.rank for each in before]
+    sources: list[Tensor] = []
+    lowering: list[Part] = []
 
+    def zeros(count: int) -> list[Part]:
+        return [Part(count)] if count else []
 
-def _wide(way: Way, x: Tensor, lowering: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The columns of x [M, K] and those of adapters."""
-    x = x.reshape(-1, x.shape[-1])
-    wide = x.to(dtype)
-    if lowering is not None:
-        return widened(wide, lowering, x.shape[1] + way.added)
-    # dropout takes what it drops in peft's own modules
-    low = [Part(columns) for each in way.sources for columns in each.lowered(x, dtype)]
-    return assembled([Matrix([Part(wide), *low, way.added - sum([part.shape[1] for part in low])], dtype)])[0]
+    def of_input(each: Projection | None, start: int) -> Matrix:
+        if each is None:
+            return Matrix((), dtype)
+        parts = [each.weight(sources, k), *zeros(start), *each.raising(sources), *zeros(added - start - each.rank)]
+        return Matrix(parts, dtype)
 
-
-def _of_input(each: Projection, dtype: torch.dtype, start: int, added: int) -> Matrix:
-    """The weight of gate or up with ``added`` columns, of which those from ``start`` on are its adapters'."""
-    if not added:
-        return Matrix([each.weight()], dtype)
-    return Matrix([each.weight(), start, *each.raising(), added - start - each.rank], dtype)
-
-
-def _of_output(each: Projection, dtype: torch.dtype, added: int) -> Matrix:
-    """The weight of the down projection; with ``added`` rows by rows of neurons, as kernels read it, [N, K + R]."""
-    weight = each.weight()
-    if not added:
-        return Matrix([weight], dtype)
-    lowering = [Part(adapter.a.weight, transposed=True) for adapter in each.adapters]
-    return Matrix([weight._replace(transposed=True), *lowering, added - each.rank], dtype)
-
-
-class _Kept(NamedTuple):
-    """What backward keeps of a tensor: how it is made, and the versions of what it is made of."""
-
-    make: Callable[[], Tensor]
-    sources: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-
-    def __call__(self) -> Tensor:
-        if tuple(t._version for t in self.sources) != self.versions:
-            raise RuntimeError("an operand of an adapted twell layer was changed by an inplace operation")
-        with torch.no_grad():
-            return self.make()
-
-
-def _kept(make: Callable[[], Tensor], *sources: Tensor) -> _Kept:
-    return _Kept(make, sources, tuple(t._version for t in sources))
-
-
-def _made_again(x: Tensor, weights: Iterable[tuple[Matrix, Tensor]]) -> contextlib.AbstractContextManager[Any]:
-    """A context in which backward keeps how ``weights`` are made instead of them, which are of this call alone.
-
-    Else training would hold a copy of all weights. Hooks of others, as of checkpoints, drop or move what is kept.
-    """
-    if not torch.is_grad_enabled() or not _modes.eager((x,)) or _modes.checkpointed():
-        return contextlib.nullcontext()
-    made: dict[Any, _Kept] = {}
-    for matrix, weight in weights:
-        if not matrix.is_source() or matrix.present[0].origin is not None:
-            make, sources = matrix.kept()
-            transposed: Callable[[], Tensor] = functools.partial(_transposed, make)
-            # that of the down projection is a view of what is made; autograd may save either
-            ways = (transposed, make) if matrix.present[0].transposed else (make, transposed)
-            for view, how in zip((weight, weight.t()), ways):
-                made[_place(view)] = _kept(how, *sources)
-    if not made:
-        return contextlib.nullcontext()
-
-    def pack(tensor: Tensor) -> _Kept:
-        if isinstance(tensor, torch.nn.Parameter):
-            # its memory, as above
-            tensor = tensor.detach()
-        # hooks take the check of versions over
-        return made.get(_place(tensor)) or _kept(lambda: tensor, tensor)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept())
-
-
-def _transposed(make: Callable[[], Tensor]) -> Tensor:
-    return make().t()
-
-
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    # the columns of the adapters of up end those of x
+    matrices = [of_input(gate, 0), of_input(up, sum(ranks[:-1]))]
+    parts = [down.weight(sources, k), *down.lowering(sources), *zeros(added - down.rank)]
+    # by rows of neurons, as kernels read it
+    matrices.append(Matrix(parts, dtype, 0, turned=bool(added)))
+    wide = x.to(dtype) if before else None
+    # not any(): Dynamo of torch 2.9 cannot trace it of a generator
+    if wide is not None and True in [adapter.drops for each in before for adapter in each.adapters]:
+        # dropout takes what it drops in peft's own modules
+        low = [columns for each in before for columns in each.lowered(x, dtype)]
+        wide = torch.cat([wide, *low, wide.new_zeros((len(x), added - sum(ranks)))], 1)
+    else:
+        lowering = [each for one in before for each in one.lowering(sources)]
+    matrices += [Matrix(lowering, dtype, 0), Matrix(down.raising(sources), dtype)]
+    return matrices, sources, wide
 
 
 def _dtype_of_y(way: Way, x: Tensor, called: Tensor | None, dtype: torch.dtype) -> torch.dtype:
     """The dtype that the projections would return: a quantised one returns that of its input."""
-    if not way.down.quantised:
+    if not way.down.dequantise:
         return dtype
     of_gate = called.dtype if called is not None else dtype
     up = way.up
-    return of_gate if up is None else torch.promote_types(of_gate, x.dtype if up.quantised else dtype)
-
-
-def _names(layer: Any) -> tuple[str, ...]:
-    names: tuple[str, ...] = layer._projections
-    # gate and up in one
-    return (names[0], *names) if layer._gated and len(names) == 2 else names
+    return of_gate if up is None else torch.promote_types(of_gate, x.dtype if up.dequantise else dtype)

@@ -45,13 +45,13 @@ class Call(NamedTuple):
 
 
 def ffn(
-    call: Call, operands: Operands, mains: Mains, direct: bool = False
+    call: Call, operands: Operands, mains: Mains, direct: bool = False, apply: Callable[..., Any] | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y [..., K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
 
     The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
     returning it. ``direct``: as ``is_direct``; then kernels run without the dispatcher where they can read x [..., K]
-    and all operands in place.
+    and all operands in place. ``apply``: what applies another autograd function than ``_FFN`` in its place.
     """
     x: Any = operands.x
     passes, how = None, call
@@ -68,10 +68,10 @@ def ffn(
             if main is not None:
                 # of a view, because the engine does not always know whether the node of a leaf will run
                 given = given._replace(**{weight: getattr(operands, weight).view_as(main)})
-    found: Any = _FFN.apply(how, *mains, *given)  # type: ignore[no-untyped-call]
+    found: Any = (apply or _FFN.apply)(how, *mains, *given)
     if found is None:
-        return ffn(call, operands, mains)
-    y, l1, nonzeros = found if call.totals else (found, None, None)
+        return ffn(call, operands, mains, apply=apply)
+    y, l1, nonzeros = found if isinstance(found, tuple) else (found, None, None)
     return (y if call.given or y.dim() == x.dim() else unviewed(y, x.shape)), l1, nonzeros
 
 
@@ -169,27 +169,55 @@ def _backward_of(
     return made(build, form, passes.call.activation, False, passes.call.first), places, transposed
 
 
+def forward_pass(
+    call: Call, x: Any, w_gate: Any, w_up: Any, w_down: Tensor, b_gate: Any, b_up: Any, b_down: Any
+) -> Any:
+    """y, l1, the number of non-zeros and kept, for ``_FFN``; None, with nothing launched, if its passes cannot."""
+    if call.passes is not None:
+        found: Any = call.passes.forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+        if found is None:
+            return None
+    else:
+        # x is saved as it is, whichever way: a recomputation may take the other one
+        matrix = x if call.given or x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        first, gate = (None, w_gate) if call.given else (w_gate, None)
+        layer = matrix, first, w_up, w_down.t(), b_gate, b_up, b_down
+        found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen, gate)
+    if call.note is not None:
+        call.note(found[2], found[3])
+    return found
+
+
+def backward_pass(
+    call: Call, dy: Tensor | None, dl1: Tensor | None, saved: Any, needs: Sequence[bool], mains: Mains | None = None
+) -> Sequence[Tensor | None]:
+    """The gradients that are needed of all operands but b_down, as ``gradients_of``, by the passes if they can."""
+    if dy is not None and not (call.passes is None or mains or _modes.compiling()) and _is_undisturbed(dy, dl1, saved):
+        found = call.passes.backward(dy, dl1, saved, needs)
+        if found is not None:
+            return found
+    with torch.no_grad():
+        return gradients_of(dy, dl1, saved, needs, mains or Mains(), call.activation, call.first, call.given)
+
+
+def of_bias(dy: Tensor) -> Tensor:
+    """The gradient of b_down."""
+    wide = torch.promote_types(dy.dtype, torch.float32)
+    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
+
+
 class _FFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
         main_gate, main_up, main_down, x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
-        if call.passes is not None:
-            found: Any = call.passes.forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-            if found is None:
-                return None
-        else:
-            # x is saved as it is, whichever way: a recomputation may take the other one
-            matrix = x if call.given or x.dim() == 2 else x.reshape(-1, x.shape[-1])
-            first, gate = (None, w_gate) if call.given else (w_gate, None)
-            layer = matrix, first, w_up, w_down.t(), b_gate, b_up, b_down
-            found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen, gate)
+        found = forward_pass(call, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+        if found is None:
+            return None
         y, l1, nonzeros, kept = found
         if not call.given and y.dim() != x.dim():
             y = unviewed(y, x.shape)
-        if call.note is not None:
-            call.note(nonzeros, kept)
         if b_gate is not None or b_up is not None:
-            b_gate, b_up = _saveable(b_gate), _saveable(b_up)
+            b_gate, b_up = saveable(b_gate), saveable(b_up)
         ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept)
         # a note may hold the operands
         ctx.call = call if call.note is None else call._replace(note=None)
@@ -218,23 +246,12 @@ class _FFN(torch.autograd.Function):
             runs = torch._C._will_engine_execute_node
             needs = [needed and (node is None or runs(node)) for needed, node in zip(needs, ctx.nodes)]
         *of_passes, of_b_down = needs
-        gradients: tuple[Tensor | None, ...] = (None,) * 6
+        gradients: Sequence[Tensor | None] = (None,) * 6
         saved: tuple[Any, ...] = ()
         if any(of_passes) and not (dy is None and dl1 is None):
-            saved = ctx.saved_tensors if compiling else _saved(ctx)
-            found = None
-            if dy is not None and not (call.passes is None or mains or compiling) and _is_undisturbed(dy, dl1, saved):
-                found = call.passes.backward(dy, dl1, saved, needs)
-            if found is None:
-                with torch.no_grad():
-                    how = mains or Mains(), call.activation, call.first, call.given
-                    found = gradients_of(dy, dl1, saved, needs, *how)
-            gradients = found
-        db_down = None
-        if of_b_down and dy is not None:
-            wide = torch.promote_types(dy.dtype, torch.float32)
-            db_down = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
-        gradients = *gradients, db_down
+            saved = ctx.saved_tensors if compiling else saved_of(ctx)
+            gradients = backward_pass(call, dy, dl1, saved, needs, mains)
+        gradients = *gradients, of_bias(dy) if of_b_down and dy is not None else None
         if not compiling and torch.is_grad_enabled():
             gradients = tuple(first_order(call.name, gradients, (dy, dl1, *saved)))
         return None, None, None, None, *gradients
@@ -249,7 +266,7 @@ def _is_undisturbed(dy: Tensor, dl1: Tensor | None, saved: Sequence[Any]) -> boo
 
     Saved tensors may have passed hooks, and the gradient may be anything.
     """
-    if torch.is_grad_enabled() or _modes.transformed() or _is_batched(dy) or (dl1 is not None and _is_batched(dl1)):
+    if torch.is_grad_enabled() or _modes.transformed() or is_batched(dy) or (dl1 is not None and is_batched(dl1)):
         return False
     for t in (dy, dl1, *saved):
         if t is not None and (type(t) not in _modes.PLAIN_TENSORS or not _modes.is_in_memory(t)):
@@ -257,7 +274,7 @@ def _is_undisturbed(dy: Tensor, dl1: Tensor | None, saved: Sequence[Any]) -> boo
     return is_direct(dy)
 
 
-def _saved(ctx: Any) -> Any:
+def saved_of(ctx: Any) -> Any:
     """The saved tensors; NotImplementedError if one was changed in place meanwhile.
 
     Dense PyTorch does not read x with frozen weights. The kernels do, for a batch that overflows the hybrid format.
@@ -274,19 +291,19 @@ def _saved(ctx: Any) -> Any:
         ) from error
 
 
-def _saveable(bias: Tensor | None) -> Tensor | None:
+def saveable(bias: Tensor | None) -> Tensor | None:
     """A bias for backward, a copy of one made in inference mode: dense PyTorch saves none and takes it."""
     return bias.clone() if bias is not None and not _modes.compiling() and bias.is_inference() else bias
 
 
 # is_grads_batched=True makes batched tensors without a transform of torch.func
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def _require_addable(*upstream: Tensor | None) -> None:
     """Raise NotImplementedError unless gradients made from ``upstream`` can be added to mains."""
     present = [g for g in upstream if g is not None]
-    if _modes.functorch() or any(map(_is_batched, present)):
+    if _modes.functorch() or any(map(is_batched, present)):
         got = "a batch of them or those of a transform of torch.func"
     elif any(map(_modes.has_tangent, present)):
         got = "some with forward-mode tangents"

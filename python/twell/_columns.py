@@ -1,270 +1,198 @@
-"""Matrices of parts that lie side by side, and products of low rank beside them: what adapters put around the kernels.
+"""Matrices that are read from weights and adapters, and the layer on them, whose backward pass reads them again.
 
 In PyTorch's own operators the weights of a layer with adapters, its x with a few more columns, a slice of y, and their
 gradients are a node of the graph for each small step, and more passes over all tokens; 16-bit values are copied one by
-one. Here weights are one node, values are copied by eight bytes, and each product is added in the pass that makes it. A
+one. Here all is one node, values are copied by eight bytes, and each product is added in the pass that makes it. A
 compiler gets PyTorch's operators, which it fuses.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from twell import _modes
-from twell._autograd import first_order
+from twell import _autograd, _modes
+from twell._autograd import is_batched
 from twell.ops.library import has_rows, transpose
 
 
 class Part(NamedTuple):
-    """``scale`` times ``source``, or times its transpose.
+    """So many columns, or rows, of a matrix: ``scale`` times the source of this number, or zeros.
 
-    origin: of a source that was made for one call, what makes it, and of what.
+    dequantise: makes a matrix of a source that is none, and has no gradient.
     """
 
-    source: Tensor
+    length: int
+    source: int | None = None
+    dequantise: Callable[[Any], Tensor] | None = None
     scale: float = 1
-    transposed: bool = False
-    origin: tuple[Callable[[], Tensor], Tensor] | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The rows and columns of the part."""
-        rows, columns = self.source.shape
-        return (columns, rows) if self.transposed else (rows, columns)
+    def wanted(self, needs: Sequence[bool]) -> bool:
+        """Whether its source gets a gradient."""
+        return self.source is not None and self.dequantise is None and needs[self.source]
 
-    def fill(self, place: Tensor) -> None:
-        """Write it there, in the dtype of ``place``."""
-        source, scale, transposed, _ = self
-        if scale != 1:
-            torch.mul(source.t() if transposed else source, scale, out=place)
-        elif transposed and source.dtype == place.dtype and has_rows(source) and has_rows(place):
-            transpose(source, place)
-        else:
-            _copy(source.t() if transposed else source, place)
+
+def part(sources: list[Tensor], source: Tensor, length: int, *how: Any) -> Part:
+    """The part of ``source``, which goes to the end of ``sources``."""
+    sources.append(source)
+    return Part(length, len(sources) - 1, *how)
 
 
 class Matrix(NamedTuple):
-    """Parts and, where one is a number, as many columns (or rows) of zeros; along ``dim``: 1 side by side."""
+    """Parts along ``dim``: 1 side by side. turned: its transpose is stored by rows."""
 
-    parts: Sequence[Part | int]
+    parts: Sequence[Part]
     dtype: torch.dtype
     dim: int = 1
+    turned: bool = False
 
     @property
-    def present(self) -> list[Part]:
-        """The parts that are not zeros."""
-        return [part for part in self.parts if isinstance(part, Part)]
-
     def lengths(self) -> list[int]:
-        """The columns, or rows, of each part."""
-        return [part.shape[self.dim] if isinstance(part, Part) else part for part in self.parts]
+        return [each.length for each in self.parts]
 
-    def is_source(self) -> bool:
-        """Whether it is a tensor that there is already."""
-        first, *rest = self.parts
-        if rest or not isinstance(first, Part) or first.source.dtype != self.dtype:
-            return False
-        return first.scale == 1 and not first.transposed
-
-    def made(self) -> Tensor:
-        """The matrix, without a graph; the tensor itself where it is one."""
-        if self.is_source():
-            return self.present[0].source
-        first, lengths = self.present[0], self.lengths()
-        shape = [*first.shape]
-        shape[self.dim] = sum(lengths)
-        out, start = first.source.new_empty(shape, dtype=self.dtype, requires_grad=False), 0
-        for part, length in zip(self.parts, lengths):
-            place = out.narrow(self.dim, start, length)
-            start += length
-            if isinstance(part, Part):
-                part.fill(place)
-            elif length:
+    def read(self, sources: Sequence[Any]) -> Any:
+        """The matrix, or the source that it is; None without parts."""
+        values: list[Any] = [None if each.source is None else sources[each.source] for each in self.parts]
+        values = [each.dequantise(value) if each.dequantise else value for each, value in zip(self.parts, values)]
+        if not values or (len(values) == 1 and self.parts[0].scale == 1):
+            return values[0].to(self.dtype) if values else None
+        shape = [*values[0].shape]
+        if _modes.compiling():
+            for i, each in enumerate(self.parts):
+                shape[self.dim] = each.length
+                value = values[0].new_zeros(shape) if values[i] is None else values[i]
+                value = (value if each.scale == 1 else value * each.scale).to(self.dtype)
+                values[i] = value.t() if self.turned else value
+            return torch.cat(values, 1).t() if self.turned else torch.cat(values, self.dim)
+        shape[self.dim] = sum(self.lengths)
+        out = values[0].new_empty(shape[::-1] if self.turned else shape, dtype=self.dtype)
+        out = out.t() if self.turned else out
+        for each, value, place in zip(self.parts, values, out.split(self.lengths, self.dim)):
+            if value is None:
                 place.zero_()
+            elif each.scale != 1:
+                torch.mul(value, each.scale, out=place)
+            elif self.turned and value.dtype == self.dtype and has_rows(value) and has_rows(place.t()):
+                transpose(value, place.t())
+            else:
+                _copy(*(value.t(), place.t()) if self.turned else (value, place))
         return out
 
-    def kept(self) -> tuple[Callable[[], Tensor], list[Tensor]]:
-        """What makes it again, of the tensors of now, whatever modules hold then; and those tensors."""
-        nothing: Any = None
-        parts = [part._replace(source=nothing) if isinstance(part, Part) else part for part in self.parts]
-        # their memory, of which `.data = other` takes the parameter away
-        sources = [part.source.detach() if part.origin is None else part.origin[1] for part in self.present]
+    def wanted(self, needs: Sequence[bool]) -> bool:
+        """Whether one of its sources needs a gradient."""
+        return True in [each.wanted(needs) for each in self.parts]
 
-        def make() -> Tensor:
-            now = iter(sources)
-            filled: list[Part | int] = []
-            for part in parts:
-                if isinstance(part, Part):
-                    source = next(now)
-                    part = part._replace(source=source if part.origin is None else part.origin[0]())
-                filled.append(part)
-            return self._replace(parts=filled).made()
-
-        return make, sources
-
-    def by_torch(self) -> Tensor:
-        """The matrix by operators that a compiler differentiates and fuses."""
-        if self.is_source():
-            return self.present[0].source
-        first = self.present[0]
-        found = []
-        for part, length in zip(self.parts, self.lengths()):
-            if isinstance(part, Part):
-                source = part.source.t() if part.transposed else part.source
-                found.append((source * part.scale if part.scale != 1 else source).to(self.dtype))
-            elif length:
-                shape = [*first.shape]
-                shape[self.dim] = length
-                found.append(first.source.new_zeros(shape, dtype=self.dtype))
-        return torch.cat(found, self.dim)
+    def give(self, d: Any, sources: Sequence[Tensor], found: list[Any], needs: Sequence[bool]) -> None:
+        """Put the gradients of its sources that need one into ``found``; ``d`` is that of the matrix."""
+        for each, of in zip(self.parts, d.split(self.lengths, self.dim) if d is not None and self.parts else ()):
+            if each.source is not None and each.wanted(needs):
+                of = of.to(sources[each.source].dtype)
+                of = of if each.scale == 1 else of * each.scale
+                # a view would hold the gradient of the whole matrix
+                found[each.source] = of if len(self.parts) == 1 else _copied(of)
 
 
-def assembled(matrices: Sequence[Matrix]) -> list[Tensor]:
-    """The matrices, differentiable with respect to their parts."""
-    if _modes.compiling():
-        return [matrix.by_torch() for matrix in matrices]
-    new = [matrix for matrix in matrices if not matrix.is_source()]
-    sources = [part.source for matrix in new for part in matrix.present]
-    if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
-        made: Any = iter(_Assembled.apply(new, *sources))  # type: ignore[no-untyped-call]
-    else:
-        made = iter([matrix.made() for matrix in new])
-    return [matrix.present[0].source if matrix.is_source() else next(made) for matrix in matrices]
-
-
-def widened(x: Tensor, down: Tensor, width: int) -> Tensor:
-    """``[x, x @ down^T, 0]`` [M, width] for x [M, K] and down [R, K]; differentiable."""
-    if _modes.compiling():
-        parts = [Part(x), Part(x @ down.t())]
-        return Matrix([*parts, width - sum([part.shape[1] for part in parts])], x.dtype).by_torch()
-    return cast(Tensor, _Widened.apply(x, down, width))  # type: ignore[no-untyped-call]
-
-
-def narrowed(y: Tensor, up: Tensor) -> Tensor:
-    """``y[:, :K] + y[:, K : K + R] @ up^T`` for y [M, K + R or more] and up [K, R], which may be 0; differentiable."""
-    if _modes.compiling():
-        k, rank = up.shape
-        return torch.addmm(y[:, :k], y[:, k : k + rank], up.t())
-    return cast(Tensor, _Narrowed.apply(y, up))  # type: ignore[no-untyped-call]
-
-
-def _copy(source: Tensor, place: Tensor) -> None:
-    """Fill ``place``; eight bytes at a time where rows are of whole ones."""
-    if source.dtype == place.dtype and _is_wide(source) and _is_wide(place):
-        source, place = source.view(torch.int64), place.view(torch.int64)
-    place.copy_(source)
-
-
-def _is_wide(matrix: Tensor) -> bool:
-    """Whether its rows are of whole eight bytes, in memory as they are."""
-    if matrix.is_neg() or _is_batched(matrix):
-        return False
-    each, (pitch, step) = 8 // matrix.element_size(), matrix.stride()
-    return step == 1 and not (matrix.shape[1] % each or pitch % each or matrix.storage_offset() % each)
-
-
-def _with_product(x: Tensor, other: Tensor, width: int) -> Tensor:
-    """``[x, x @ other, 0]`` [M, width]."""
-    (m, k), rank = x.shape, other.shape[1]
-    if _is_batched(x):
-        return Matrix([Part(x), Part(x @ other), width - k - rank], x.dtype).by_torch()
+def beside(x: Tensor, other: Tensor | None, width: int) -> Tensor:
+    """``[x, x @ other, 0]`` [M, width]; x if it is as wide."""
+    (m, k), rank = x.shape, 0 if other is None else other.shape[1]
+    if k == width:
+        return x
+    if _modes.compiling() or is_batched(x):
+        zeros = [x.new_zeros((m, width - k - rank))] if k + rank < width else []
+        return torch.cat([x, *([] if other is None else [x @ other]), *zeros], 1)
     out = x.new_empty((m, width))
     _copy(x, out[:, :k])
-    torch.mm(x, other, out=out[:, k : k + rank])
+    if other is not None:
+        torch.mm(x, other, out=out[:, k : k + rank])
     if k + rank < width:
         out[:, k + rank :].zero_()
     return out
 
 
-# is_grads_batched=True makes batched tensors without a transform of torch.func
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+def narrowed(y: Tensor, raising: Tensor | None, k: int) -> Tensor:
+    """``y[:, :K] + y[:, K : K + r] @ raising^T`` for y [M, K + R]; y if it is no wider than K."""
+    if y.shape[1] == k or raising is None:
+        return y if y.shape[1] == k else _copied(y[:, :k])
+    low = y[:, k : k + raising.shape[1]]
+    return torch.addmm(y[:, :k], low, raising.t()) if _modes.compiling() else _copied(y[:, :k]).addmm_(low, raising.t())
 
 
-def _once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A backward pass that has no derivative, which is an error if one is asked for."""
-
-    @functools.wraps(backward)
-    def run(ctx: Any, *upstream: Tensor | None) -> Any:
-        with torch.no_grad():
-            gradients = backward(ctx, *upstream)
-        if torch.is_grad_enabled():
-            gradients = first_order("a layer with adapters", gradients, (*upstream, *ctx.saved_tensors))
-        return tuple(gradients)
-
-    return run
+def _copied(matrix: Tensor) -> Tensor:
+    """The matrix, contiguous."""
+    if _modes.compiling() or matrix.is_contiguous() or is_batched(matrix):
+        return matrix.contiguous()
+    out = torch.empty_like(matrix, memory_format=torch.contiguous_format)
+    _copy(matrix, out)
+    return out
 
 
-class _Assembled(torch.autograd.Function):
+def _copy(source: Tensor, place: Tensor) -> None:
+    """Fill ``place``; eight bytes at a time where rows of both are of whole ones, in memory as they are."""
+    (pitch, step), (of_place, steps), each = source.stride(), place.stride(), 8 // source.element_size()
+    lengths = source.shape[1], pitch, of_place, source.storage_offset(), place.storage_offset()
+    whole = step == 1 == steps and not any(length % each for length in lengths)
+    if whole and source.dtype == place.dtype and not source.is_neg():
+        source, place = source.view(torch.int64), place.view(torch.int64)
+    place.copy_(source)
+
+
+class ReadFFN(torch.autograd.Function):
+    """A layer on weights that are read from sources, and in backward again, so that none of them lives until then.
+
+    matrices: gate and up [N, K + R], down [K + R, N]; lowering, A [r, K] of the columns ``x @ A^T`` behind x; raising,
+    s B [K, r] of those of y. Inputs: their sources; x [M, K], [M, K + R] if its columns are made elsewhere, or None
+    without products with it; and the arguments of ``_FFN``, of which a given gate and biases have gradients.
+    """
+
     @staticmethod
-    def forward(ctx: Any, matrices: Sequence[Matrix], *sources: Tensor) -> tuple[Tensor, ...]:
-        # without the sources: dequantised weights must not live until backward
-        ctx.places = []
-        for index, matrix in enumerate(matrices):
-            start = 0
-            for part, length in zip(matrix.parts, matrix.lengths()):
-                if isinstance(part, Part):
-                    how = matrix.dim, start, length, part.scale, part.transposed, part.source.dtype
-                    ctx.places.append((index, *how))
-                start += length
+    def forward(ctx: Any, matrices: Sequence[Matrix], lowering: Any, raising: Any, *inputs: Any) -> Any:
+        (*sources, x, call, _, _, _), (wide, gate, *_, b_gate, b_up, _) = inputs[:-7], inputs[-7:]
+        found = _autograd.forward_pass(call, *inputs[-7:])
+        if found is None:
+            return None
+        (y, l1, nonzeros, kept), k, low = found, matrices[2].lengths[0], None
+        if raising is not None and matrices[4].wanted(ctx.needs_input_grad[3:]):
+            low = y[:, k : k + raising.shape[1]].contiguous()
+        y = narrowed(y, raising, k)
+        # an output, through which a second derivative meets this node
+        anchor = l1 if call.totals else y.new_empty(0)
+        given = lowering, raising, low, _autograd.saveable(b_gate), _autograd.saveable(b_up), *sources
+        # their memory, of which `.data = other` takes a parameter away
+        own = [None if t is None else t.detach() for t in given]
+        ctx.save_for_backward(anchor, wide, gate if call.given else None, kept, *own)
+        # a note may hold the operands
+        ctx.call, ctx.matrices, ctx.columns = call._replace(note=None), matrices, 0 if x is None else x.shape[1]
         ctx.set_materialize_grads(False)
-        return tuple([matrix.made() for matrix in matrices])
+        if call.totals:
+            ctx.mark_non_differentiable(nonzeros)
+        return y, anchor, nonzeros if call.totals else None
 
     @staticmethod
-    @_once
-    def backward(ctx: Any, *upstream: Tensor | None) -> Any:
-        found: list[Tensor | None] = []
-        for (index, dim, start, length, scale, transposed, dtype), needed in zip(ctx.places, ctx.needs_input_grad[1:]):
-            of = upstream[index]
-            if not needed or of is None:
-                found.append(None)
-                continue
-            of = of.narrow(dim, start, length)
-            of = (of.t() if transposed else of).to(dtype)
-            # a view would hold the gradient of the whole matrix
-            found.append(of * scale if scale != 1 else of.contiguous())
-        return None, *found
-
-
-class _Widened(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, down: Tensor, width: int) -> Tensor:
-        # its memory, of which `.data = other` takes a parameter away
-        ctx.save_for_backward(x, down.detach())
-        return _with_product(x, down.t(), width)
-
-    @staticmethod
-    @_once
-    def backward(ctx: Any, upstream: Tensor) -> Any:
-        x, down = ctx.saved_tensors
-        (rank, k), dx = down.shape, None
-        low = upstream[:, k : k + rank]
-        if ctx.needs_input_grad[0]:
-            if _is_batched(upstream):
-                dx = upstream[:, :k] + low @ down
-            else:
-                dx = torch.empty_like(x)
-                _copy(upstream[:, :k], dx)
-                dx.addmm_(low, down)
-        return dx, low.t() @ x if ctx.needs_input_grad[1] else None, None
-
-
-class _Narrowed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, up: Tensor) -> Tensor:
-        k, rank = up.shape
-        low, ctx.width = y[:, k : k + rank], y.shape[1]
-        ctx.save_for_backward(low.contiguous() if ctx.needs_input_grad[1] else None, up)
-        narrow = y.new_empty((len(y), k))
-        _copy(y[:, :k], narrow)
-        return narrow.addmm_(low, up.t()) if rank else narrow
-
-    @staticmethod
-    @_once
-    def backward(ctx: Any, upstream: Tensor) -> Any:
-        (low, up), dy = ctx.saved_tensors, None
-        if ctx.needs_input_grad[0]:
-            dy = _with_product(upstream, up, ctx.width)
-        return dy, upstream.t() @ low if ctx.needs_input_grad[1] else None
+    def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, _: None) -> Any:
+        call, matrices, needs = ctx.call, ctx.matrices, ctx.needs_input_grad[3:]
+        anchor, wide, gate, kept, lowering, raising, low, b_gate, b_up, *sources = _autograd.saved_of(ctx)
+        (of_gate, *_), of_biases, of_x, found = needs[-6:], needs[-3:], needs[len(sources)], [None] * len(sources)
+        k, wanted = matrices[2].lengths[0], [matrix.wanted(needs) for matrix in matrices]
+        with torch.no_grad():
+            w_gate, w_up, w_down = (matrix.read(sources) for matrix in matrices[:3])
+            upstream = None if dy is None else beside(dy, raising, len(w_down))
+            asked = of_x or wanted[3], of_gate or wanted[0], *wanted[1:3], *of_biases
+            saved = wide, gate if call.given else w_gate, w_up, w_down, b_gate, b_up, kept
+            dx, *of_weights, db_gate, db_up = _autograd.backward_pass(call, upstream, dl1, saved, asked)
+            db_down = _autograd.of_bias(upstream) if of_biases[2] and upstream is not None else None
+            columns = None if dx is None or lowering is None else dx[:, k : k + len(lowering)]
+            d_lowering = columns.t() @ wide[:, :k] if columns is not None and wanted[3] else None
+            d_raising = None if dy is None or low is None else dy.t() @ low
+            for matrix, d in zip(matrices, (*of_weights, d_lowering, d_raising)):
+                matrix.give(d, sources, found, needs)
+            dx = dx if of_x else None
+            if dx is not None and ctx.columns < dx.shape[1]:
+                dx = _copied(dx[:, : ctx.columns])
+            if dx is not None and columns is not None:
+                dx = dx + columns @ lowering if is_batched(dx) else dx.addmm_(columns, lowering)
+        d_gate = of_weights[0] if call.given else None
+        gradients = [*found, dx, None, None, None, None, None, d_gate, None, None, db_gate, db_up, db_down]
+        if torch.is_grad_enabled():
+            gradients = _autograd.first_order(call.name, gradients, (dy, dl1, anchor))
+        return None, None, None, *gradients

@@ -44,11 +44,13 @@ class Made(NamedTuple):
     held: a weight that it holds, by which operators find the site. first_column: gradients of the weights are wanted
     from here on, as columns [N, K]; what backward returns before means nothing. dense: computes y, the hidden state and
     the gate, before or after its activation, for a call that runs dense; None for PyTorch's operators on the weights.
+    apply: of a call that needs gradients, which the weights do not show: see ``twell._autograd.ffn``.
     """
 
     held: Tensor | None
     first_column: int
     dense: Callable[[], tuple[Tensor, Tensor, Tensor]] | None
+    apply: Callable[..., Any] | None = None
 
 
 class Extra(NamedTuple):
@@ -200,8 +202,8 @@ def _train(
 
     totals = call.return_aux or measurement is not None or given
     how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
-    first = 0 if call.made is None else call.made.first_column
-    y, l1, nonzeros = _autograd.ffn(how._replace(first=first, given=given), layer, mains, call.direct)
+    first, apply = (0, None) if call.made is None else (call.made.first_column, call.made.apply)
+    y, l1, nonzeros = _autograd.ffn(how._replace(first=first, given=given), layer, mains, call.direct, apply)
     if route.holder is not None:
         # training keeps its choice until backward passes y
         route.holder.hold(y)

@@ -5,6 +5,8 @@ something else than its class, has a reason in place of a reading, and only a ca
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from twell import _plain
 from twell._admission import sharded
-from twell._columns import Part
+from twell._columns import Part, part
 
 _SAVED = "peft.utils.other.ModulesToSaveWrapper"
 _LORA_OF_4_BITS = "peft.tuners.lora.bnb.Linear4bit"
@@ -44,12 +46,12 @@ class LowRank(NamedTuple):
 class Projection(NamedTuple):
     """``x @ weight^T + bias`` and what ``adapters`` add.
 
-    linear: holds the weight and the bias. quantised: "", "4 bits" of bitsandbytes or "torchao". part: 0 or 1 for the
-    first or the second half of the outputs, None for all. layer: that of peft, which holds the adapters.
+    linear: holds the weight and the bias. dequantise: of a weight in 4 bits of bitsandbytes, or of torchao. part: 0 or
+    1 for the first or the second half of the outputs, None for all. layer: that of peft, which holds the adapters.
     """
 
     linear: Any
-    quantised: str = ""
+    dequantise: Callable[[Any], Tensor] | None = None
     adapters: tuple[LowRank, ...] = ()
     layer: Any = None
     part: int | None = None
@@ -63,25 +65,23 @@ class Projection(NamedTuple):
     def own_dtype(self) -> torch.dtype:
         """The dtype of the product with an x of the dtype that the weight had before it was quantised."""
         weight = self.linear.weight
-        found = getattr(self.linear, "compute_dtype", None)
-        return found or (weight.quant_state.dtype if self.quantised == "4 bits" else weight.dtype)  # type: ignore[no-any-return]
+        return getattr(self.linear, "compute_dtype", None) or getattr(weight, "quant_state", weight).dtype  # type: ignore[no-any-return]
 
     def dtype(self, x: Tensor, plain: torch.dtype) -> torch.dtype:
         """The dtype of the product with x; ``plain`` is that of one with a plain weight."""
-        if not self.quantised:
-            return plain
-        return getattr(self.linear, "compute_dtype", None) or x.dtype
+        return plain if self.dequantise is None else getattr(self.linear, "compute_dtype", None) or x.dtype
 
-    def weight(self) -> Part:
-        """The weight of its part, dequantised."""
-        weight: Tensor = self.linear.weight
-        if not self.quantised:
-            return Part(self._half(weight))
+    def weight(self, sources: list[Tensor], k: int) -> Part:
+        """The weight of its part; ``k`` is the hidden size."""
+        weight, half, dequantise = self.linear.weight, self._half, self.dequantise
+        if dequantise is None:
+            return part(sources, half(weight), k)
 
-        def dequantised() -> Tensor:
-            return self._half(_dequantised(weight, self.quantised))
+        def dequantised(source: Any) -> Tensor:
+            with torch.no_grad():
+                return half(dequantise(source))
 
-        return Part(dequantised(), origin=(dequantised, weight))
+        return part(sources, weight, k, dequantised)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias of its part with those of the adapters, in ``dtype``."""
@@ -101,14 +101,18 @@ class Projection(NamedTuple):
             found.append(each.a(each.dropout(x)).to(dtype))
         return found
 
-    def raising(self) -> list[Part]:
+    def lowering(self, sources: list[Tensor]) -> list[Part]:
+        """a of each adapter, [r, in]."""
+        return [part(sources, each.a.weight, len(each.a.weight)) for each in self.adapters]
+
+    def raising(self, sources: list[Tensor]) -> list[Part]:
         """``scaling * b`` of each adapter without its bias, [out, r]."""
         found = []
         for each in self.adapters:
             b, scale = each.b.weight, each.scaling
             if not isinstance(scale, (int, float)):
                 b, scale = b * scale, 1
-            found.append(Part(self._half(b), scale))
+            found.append(part(sources, self._half(b), b.shape[1], None, scale))
         return found
 
     def _half(self, of_outputs: Tensor) -> Tensor:
@@ -172,7 +176,9 @@ def _base(linear: Any) -> Projection | str:
         if state is None or getattr(state, "packing_format_for_cpu", False):
             return "has no weight in 4 bits yet, or one that is packed for a CPU"
         shape = linear.out_features, linear.in_features
-        return Projection(linear, "4 bits") if tuple(state.shape) == shape else "has a weight in 4 bits of other sizes"
+        if tuple(state.shape) != shape:
+            return "has a weight in 4 bits of other sizes"
+        return Projection(linear, partial(sys.modules["bitsandbytes.functional"].dequantize_4bit, quant_state=state))
     if kind == "bitsandbytes.nn.modules.Linear8bitLt":
         return "quantises its inputs, as weights in 8 bits of bitsandbytes do"
     tensor = type(weight)
@@ -182,18 +188,8 @@ def _base(linear: Any) -> Projection | str:
             return f"has a weight that is not known, a {tensor.__name__} of torchao"
         if any(getattr(weight, name) is not None for name in settings):
             return f"quantises or scales its inputs, by a {tensor.__name__} of torchao"
-        return Projection(linear, "torchao")
+        return Projection(linear, lambda weight: weight.dequantize())
     return f"is a {kind}" if weight is None or kind != "torch.nn.modules.linear.Linear" else f"has a {tensor.__name__}"
-
-
-def _dequantised(weight: Any, quantised: str) -> Tensor:
-    with torch.no_grad():
-        if quantised == "4 bits":
-            functional = sys.modules["bitsandbytes.functional"]
-            found: Tensor = functional.dequantize_4bit(weight.detach(), weight.quant_state)
-        else:
-            found = weight.dequantize()
-    return found
 
 
 def _name(module: Any) -> str:

@@ -465,6 +465,7 @@ def run(
         mains = admit_mains(name, t, named, main_grads)
         layer, training = Layer(*Operands.of(t)), bool(needing_grad(t))
     training = training or (choice is not None and choice.threshold is not None)
+    training = training or (made is not None and made.apply is not None)
     tokens = layer.gate if gives else layer.x
     device = tokens.device
     if activation.by_neuron:

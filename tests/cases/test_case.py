@@ -366,7 +366,11 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_scale_of_an_adapter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = _projections.Projection.raising
-    monkeypatch.setattr(_projections.Projection, "raising", lambda own: [part._replace(scale=1) for part in plain(own)])
+
+    def unscaled(own: Any, sources: Any) -> Any:
+        return [part._replace(scale=1) for part in plain(own, sources)]
+
+    monkeypatch.setattr(_projections.Projection, "raising", unscaled)
     for line in ("layer rank=3 module=True down_layout=linear", "layer exact=False rank=3 module=True wants=all"):
         assert verdict(Case.of(f"{line} strategy=union")).startswith("y")
 

@@ -1,8 +1,10 @@
 """Layers with LoRA adapters of peft, or a gate that only a call computes, beside peft's own forward and float64."""
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from layer_checks import CHILDREN, MODULES, Module, by_children, close
 from torch import Tensor, nn
 
 import twell
-from twell import _adapted, _modes, functional
-from twell._projections import Projection
+from twell import _modes, functional
+from twell._columns import Matrix
 from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.strategy.plan import route_of
@@ -72,10 +74,11 @@ def tokens(dtype: torch.dtype = BF16, count: int = 6) -> Tensor:
     return torch.randn(2, count, K, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
 
 
-def results(model: Any, x: Tensor) -> dict[str, Tensor]:
+def results(model: Any, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> dict[str, Tensor]:
+    """y and the gradients of what ``run``, or the model, makes of x."""
     x = x.clone().requires_grad_()
     torch.manual_seed(5)
-    y = model(x)
+    y = model(x) if run is None else run(x)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype)
     leaves = {"x": x, **{name: p for name, p in model.named_parameters() if p.requires_grad}}
     gradients = torch.autograd.grad(y, list(leaves.values()), dy, allow_unused=True)
@@ -186,13 +189,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def made_of(case: str) -> Any:
+    config = {"then": lambda model: None} | CASES[case]
+    then = config.pop("then")
+    model = adapted(**{name: value for name, value in config.items() if name not in ("ran", "columns")})
+    then(model)
+    return model
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_errors_are_those_of_peft(case: str, runs: list[tuple[str, int]]) -> None:
     """Outputs and all gradients, in bf16 beside peft in bf16, and in float64 to the last digits."""
-    config = {"then": lambda model: None, "ran": "sparse_gated_ffn", "columns": 8} | CASES[case]
-    then, ran, columns = (config.pop(name) for name in ("then", "ran", "columns"))
-    model = adapted(**config)
-    then(model)
+    ran, columns = CASES[case].get("ran", "sparse_gated_ffn"), CASES[case].get("columns", 8)
+    model = made_of(case)
     exact = results(by_peft(model).double(), tokens().double())
     assert not runs
     ours = results(model, tokens())
@@ -206,6 +215,18 @@ def test_errors_are_those_of_peft(case: str, runs: list[tuple[str, int]]) -> Non
         assert ours[name].shape == theirs[name].shape
         assert error(ours[name], right) <= FACTOR * error(theirs[name], right) + 1e-6, name
         assert error(wide[name], right) <= 1e-13, name
+
+
+@pytest.mark.parametrize("case", ["all", "gate", "up", "down", "two", "fused", "no gate", "another gate"])
+def test_one_graph_has_the_results_of_eager_calls(case: str) -> None:
+    model = made_of(case).double()
+    x = tokens(torch.float64)
+    right = results(model, x)
+    torch.compiler.reset()
+    found = results(model, x, torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        assert error(found[name], value) <= 1e-13, name
 
 
 def test_figures_are_of_the_hidden_state(runs: list[tuple[str, int]]) -> None:
@@ -461,20 +482,6 @@ def test_sparsify_refuses_adapted_modules_that_are_something_else() -> None:
     refused(lambda mlp: setattr(mlp.up_proj, "base_layer", nn.Bilinear(K, K, N)), "must be an nn.Linear", TypeError)
 
 
-def test_what_else_backward_keeps_must_not_change() -> None:
-    """Hooks of saved tensors take PyTorch's own check away."""
-    linear = nn.Linear(K, N)
-    matrix = _adapted._of_input(Projection(linear), torch.float64, 0, 0)
-    weight = matrix.by_torch()
-    x = tokens(torch.float64).requires_grad_() * 1
-    with _adapted._made_again(x, [(matrix, weight)]):
-        y = (x * x) @ weight.t()
-    with torch.no_grad():
-        x.add_(1)
-    with pytest.raises(RuntimeError, match="inplace operation"):
-        y.sum().backward()
-
-
 def replaced(model: Any) -> None:
     for linear in (layer_of(model).gate_proj.base_layer, layer_of(model).up_proj.lora_A.default):
         linear.weight = nn.Parameter(linear.weight.detach() * 2)
@@ -516,23 +523,76 @@ def test_functional_calls_have_the_gradients_of_their_parameters() -> None:
         assert error(ours, theirs) <= 1e-13
 
 
-def test_no_copy_lives_until_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way the down weight lies as autograd saves it."""
-    made: list[Any] = []
-    assembled = _adapted.assembled
+SEVERAL = pytest.mark.parametrize("case", ["all", "two", "dropout", "fused", "no gate", "a hook of the gate"])
 
-    def record(matrices: Any) -> list[Tensor]:
-        found = assembled(matrices)
-        made.extend(weakref.ref(t.untyped_storage()) for t, m in zip(found, matrices) if m.dim and len(t) == N)
+
+@SEVERAL
+def test_hooks_of_saved_tensors_change_nothing(case: str) -> None:
+    model = made_of(case)
+    right = results(model, tokens())
+
+    def offloaded(x: Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    for run in (offloaded, partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)):
+        found = results(model, tokens(), run)
+        assert found.keys() == right.keys()
+        assert all(torch.equal(found[name], value) for name, value in right.items())
+
+
+@SEVERAL
+def test_batches_of_gradients_and_second_ones(case: str) -> None:
+    model = made_of(case).double()
+    x = tokens(torch.float64).requires_grad_()
+    leaves = [x, *[p for p in model.parameters() if p.requires_grad]]
+    y = model(x)
+    batch = torch.randn(2, *y.shape, dtype=torch.float64)
+    found = torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True)
+    for i, dy in enumerate(batch):
+        for each, right in zip(found, torch.autograd.grad(y, leaves, dy, retain_graph=True)):
+            assert error(each[i], right) <= 1e-13
+    # whichever leaf it is with respect to
+    first = torch.autograd.grad(y, leaves, batch[0], create_graph=True)
+    for leaf in leaves:
+        with pytest.raises(NotImplementedError, match="no second derivative"):
+            torch.autograd.grad(sum(g.sum() for g in first), leaf, retain_graph=True)
+
+
+@SEVERAL
+def test_no_copy_lives_until_backward(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of weights that are made none is kept by the graph or by hooks of others; x is kept once, with its columns."""
+    made: list[Any] = []
+    kept: list[Tensor] = []
+    read = Matrix.read
+
+    def record(own: Matrix, sources: Any) -> Any:
+        found = read(own, sources)
+        if found is not None and N in found.shape:
+            made.append(weakref.ref(found.untyped_storage()))
         return found
 
-    monkeypatch.setattr(_adapted, "assembled", record)
-    for change, count in ((None, 3), (hooked_gate, 2)):
-        model = adapted()
-        if change is not None:
-            change(model)
-        y = model(tokens())
-        assert len(made) == count
+    model = made_of(case)
+    right = results(model, tokens())
+    monkeypatch.setattr(Matrix, "read", record)
+
+    def pack(t: Tensor) -> Tensor:
+        kept.append(t)
+        return t.clone()
+
+    def run(x: Tensor, hooked: bool = False) -> Any:
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with hooks if hooked else contextlib.nullcontext():
+            y = model(x)
+        assert len(made) == (2 if "gate" in case else 3)
         assert not any(ref() is not None for ref in made)
-        y.sum().backward()
+        return y
+
+    for each in (run, partial(run, hooked=True)):
+        found = results(model, tokens(), each)
+        assert all(torch.equal(found[name], value) for name, value in right.items())
         made.clear()
+    held = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    others = [t for t in kept if t.dim() == 2 and t.untyped_storage().data_ptr() not in held]
+    assert not any(N in t.shape and min(t.shape) >= K for t in others)
+    assert sum(t.shape == (12, K + CASES[case].get("columns", 8)) for t in others) == 1
