@@ -10,36 +10,36 @@ from twell._activation import RELU, Activation
 from twell._runtime.program import Program
 from twell.ops import pack, screened, union
 from twell.ops.library import laid, new
-from twell.ops.operands import Operands, Views, run
+from twell.ops.operands import Layer, Views, run
 
 
 def union_layer(layer: Sequence[Any], compression: int = 8, activation: Activation = RELU) -> tuple[Tensor, ...]:
     """y, l1, stats and unions of a layer with w_down [N, K] by strategy "union", without kernels for few tokens."""
-    own = Operands(*layer)
+    own = Layer(*layer)
     *found, sizes = new(own.x, union.shapes(own.x, len(own.w_gate)))
     if len(own.x):
-        given = *laid(own._replace(w_down=own.w_down.t())), *found, sizes
+        given = *laid(own._replace(w_down=own.w_down.t())).unscaled, *found, sizes
         run(_union, given, compression, activation)
     return *found, sizes[:-1]
 
 
 def _union(p: Program, *given: Any) -> None:
-    union.launches(p, Views(*given[:7]), None, given[7:11], *given[11:])
+    union.launches(p, Views(*given[:8]), given[8:12], *given[12:])
 
 
 def screened_layer(layer: Sequence[Any], compression: int = 8, activation: Activation = RELU) -> tuple[Tensor, ...]:
     """The same with the int8 screen, and the number of candidates of each tile."""
-    own = Operands(*layer)
+    own = Layer(*layer)
     *found, sizes, candidates = new(own.x, screened.shapes(own.x, len(own.w_gate)))
     if len(own.x):
         firing = screened.firing_bias(own.w_gate, own.b_gate, activation)
-        given = *laid(own._replace(w_down=own.w_down.t())), firing, *found, sizes, candidates
+        given = *laid(own._replace(w_down=own.w_down.t())).unscaled, firing, *found, sizes, candidates
         run(_screened, given, compression, activation)
     return *found, sizes[:-1], candidates[:-1]
 
 
 def _screened(p: Program, *given: Any) -> None:
-    screened.launches(p, Views(*given[:7]), given[7], given[8:13], *given[13:])
+    screened.launches(p, Views(*given[:8]), given[8], given[9:14], *given[14:])
 
 
 def quantised(rows: Tensor, weights: bool) -> tuple[Tensor, ...]:

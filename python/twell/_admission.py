@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from twell import _memory, _modes
 from twell._modes import PLAIN_TENSORS, is_in_memory
 from twell._plain import behaves
-from twell.ops.operands import Layer, Mains, Operands
+from twell.ops.operands import Layer, Mains
 from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
 _OPTIONAL = ("b_gate", "b_up", "b_down")
@@ -98,7 +98,7 @@ def require_alike(name: str, operands: Mapping[str, Tensor]) -> None:
         raise TypeError(_odd_one(name, "{}", {a: t.dtype for a, t in operands.items()}))
 
 
-def admitted(layer: Operands, gated: bool) -> bool:
+def admitted(layer: Layer, gated: bool) -> bool:
     """Whether these are plain tensors in eager mode that the sparse kernels take as they are.
 
     True answers every question of ``admit`` and ``sharded``, and those of ``plan`` about operands and modes: there is
@@ -106,7 +106,7 @@ def admitted(layer: Operands, gated: bool) -> bool:
     """
     if _modes.compiling() or not _modes.undisturbed():
         return False
-    x, first, up, down, b_first, b_up, b_down = layer
+    x, first, up, down, b_first, b_up, b_down = layer[:7]
     for operand in layer:
         kind = type(operand)
         if operand is not None and (kind is Tensor or kind is Parameter):

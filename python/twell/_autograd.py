@@ -16,7 +16,7 @@ from twell._runtime.program import Executable, allocate, kept
 from twell.ops.hybrid_backward import build, transpose
 from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows, unviewed
-from twell.ops.operands import Form, Mains, Operands, Place, made
+from twell.ops.operands import Form, Layer, Mains, Place, made
 from twell.ops.reglu import derivatives, pays
 
 # what a call that measures or counts does with the number of non-zeros (0-d; None without totals) and the format
@@ -28,8 +28,7 @@ class Call(NamedTuple):
 
     totals: whether the sum of |h| and the number of non-zeros are wanted, too. screen: whether an int8 product says
     which gates are computed. passes: what runs it without the dispatcher. first: of the weights' gradients the columns
-    from here on are wanted, of w_down [K, N] the rows; the others may hold anything. given: a gate [M, N] before its
-    activation stands in the place of w_gate, x is [M, K] or absent, and no weight has a main. Errors speak of ``name``.
+    from here on are wanted, of w_down [K, N] the rows; the others may hold anything. Errors speak of ``name``.
     """
 
     name: str
@@ -41,26 +40,26 @@ class Call(NamedTuple):
     note: Note | None = None
     passes: Passes | None = None
     first: int = 0
-    given: bool = False
 
 
 def ffn(
-    call: Call, operands: Operands, mains: Mains, direct: bool = False, apply: Callable[..., Any] | None = None
+    call: Call, operands: Layer, mains: Mains, direct: bool = False, apply: Callable[..., Any] | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y [..., K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
 
     The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
     returning it. ``direct``: as ``is_direct``; then kernels run without the dispatcher where they can read x [..., K]
-    and all operands in place. ``apply``: what applies another autograd function than ``_FFN`` in its place.
+    and all operands in place. Beside a given gate no weight has a main. ``apply``: what applies another autograd
+    function than ``_FFN`` in its place.
     """
     x: Any = operands.x
     passes, how = None, call
     if direct and x.numel():
         how_many = call.compression, call.held, call.activation, call.screen, call.totals, call.first
-        passes = passes_of(Form.of(operands), *how_many)
+        passes = passes_of(Form.of(operands.unscaled), *how_many)
     if passes is not None:
         how = passes.call if call.note is None else call._replace(passes=passes)
-    elif not call.given and x.dim() != 2 and _modes.compiling():
+    elif operands.gate is None and x.dim() != 2 and _modes.compiling():
         operands = operands._replace(x=x.reshape(-1, x.shape[-1]))
     given = operands
     if not _modes.compiling():
@@ -68,11 +67,11 @@ def ffn(
             if main is not None:
                 # of a view, because the engine does not always know whether the node of a leaf will run
                 given = given._replace(**{weight: getattr(operands, weight).view_as(main)})
-    found: Any = (apply or _FFN.apply)(how, *mains, *given)
+    found: Any = (apply or _FFN.apply)(how, *mains, *given.unscaled)
     if found is None:
         return ffn(call, operands, mains, apply=apply)
     y, l1, nonzeros = found if isinstance(found, tuple) else (found, None, None)
-    return (y if call.given or y.dim() == x.dim() else unviewed(y, x.shape)), l1, nonzeros
+    return (y if y.dim() == operands.tokens.dim() else unviewed(y, x.shape)), l1, nonzeros
 
 
 class Passes:
@@ -85,7 +84,7 @@ class Passes:
 
     def __init__(self, form: Form, forward: Forward, call: Call) -> None:
         self.form, self.forward, self.call = form, forward, call._replace(passes=self)
-        _, ((n, k), _, dtype), w_up, (_, strides, _), b_gate, b_up, _ = form.places  # type: ignore[misc]
+        _, ((n, k), _, dtype), w_up, (_, strides, _), b_gate, b_up, *_ = form.places  # type: ignore[misc]
         weight, bias = ((n, k), (k, 1), dtype), ((n,), (1,), dtype)
         # thresholds lie behind the biases of the gate, or do not
         of_gate = b_gate and (b_gate[0], (1,), dtype)
@@ -95,7 +94,7 @@ class Passes:
         self.down: Any = ((k, n), (n, 1), dtype) if strides == (n, 1) else None
 
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
-        return _apply(self.call, None, None, None, *operands)  # type: ignore[no-any-return]
+        return _apply(self.call, None, None, None, *operands, None)  # type: ignore[no-any-return]
 
     @nvtx.marked(
         lambda _, dy, dl1, saved, *rest: nvtx.range(
@@ -105,9 +104,9 @@ class Passes:
     def backward(
         self, dy: Tensor, dl1: Tensor | None, saved: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None] | None:
-        """The gradients that are needed of all operands but b_down; None, with nothing launched, where it cannot be."""
+        """The gradients that are needed of ``gradients_of``; None, with nothing launched, where it cannot be."""
         x = saved[0]
-        of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, _ = needs
+        of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, *_ = needs
         weights = of_gate or of_up or of_down or of_b_gate or of_b_up
         if not dy.is_contiguous():
             # expanded or transposed, as sums and products leave it
@@ -131,7 +130,7 @@ class Passes:
             else:
                 dw_down, found[3] = found[3], allocate(x, *self.down)
                 transposed(dw_down, found[3])
-        return [gradient if needed else None for gradient, needed in zip(found, needs)]
+        return [*(gradient if needed else None for gradient, needed in zip(found, needs)), None]
 
 
 @kept
@@ -144,7 +143,7 @@ def passes_of(
     totals: bool = False,
     first: int = 0,
 ) -> Passes | None:
-    """The passes of layers whose seven operands have this form, w_down [K, N]; None if they are more than one program.
+    """The passes of layers of this form, w_down [K, N] and no scales; None if they are more than one program.
 
     They are if kernels read only copies, or if the layer runs as slices.
     """
@@ -164,25 +163,23 @@ def _backward_of(
     dl1: Place | None = ((), (), torch.float32) if with_dl1 else None
     device, down = passes.form.device, passes.down
     dy = shape, strides, passes.forward.y[2]
-    form = Form(device, (dy, dl1, *passes.form.places[:6], passes.forward.kept, *places))
+    form = Form(device, (dy, dl1, *passes.form.places[:6], None, None, passes.forward.kept, *places, None, None))
     transposed = None if down is None or places[3] is None else made(transpose, Form(device, (places[3], down)))
     return made(build, form, passes.call.activation, False, passes.call.first), places, transposed
 
 
-def forward_pass(
-    call: Call, x: Any, w_gate: Any, w_up: Any, w_down: Tensor, b_gate: Any, b_up: Any, b_down: Any
-) -> Any:
+def forward_pass(call: Call, *layer: Any) -> Any:
     """y, l1, the number of non-zeros and kept, for ``_FFN``; None, with nothing launched, if its passes cannot."""
     if call.passes is not None:
-        found: Any = call.passes.forward(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+        found: Any = call.passes.forward(*layer)
         if found is None:
             return None
     else:
+        x, w_gate, w_up, w_down, *biases, gate = layer
         # x is saved as it is, whichever way: a recomputation may take the other one
-        matrix = x if call.given or x.dim() == 2 else x.reshape(-1, x.shape[-1])
-        first, gate = (None, w_gate) if call.given else (w_gate, None)
-        layer = matrix, first, w_up, w_down.t(), b_gate, b_up, b_down
-        found = ops.hybrid_forward(*layer, call.compression, call.held, *call.activation, call.screen, gate)
+        x = x if x is None or x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        operands = x, w_gate, w_up, w_down.t(), *biases
+        found = ops.hybrid_forward(*operands, call.compression, call.held, *call.activation, call.screen, gate)
     if call.note is not None:
         call.note(found[2], found[3])
     return found
@@ -191,13 +188,13 @@ def forward_pass(
 def backward_pass(
     call: Call, dy: Tensor | None, dl1: Tensor | None, saved: Any, needs: Sequence[bool], mains: Mains | None = None
 ) -> Sequence[Tensor | None]:
-    """The gradients that are needed of all operands but b_down, as ``gradients_of``, by the passes if they can."""
+    """``gradients_of`` a layer, by the passes if they can."""
     if dy is not None and not (call.passes is None or mains or _modes.compiling()) and _is_undisturbed(dy, dl1, saved):
         found = call.passes.backward(dy, dl1, saved, needs)
         if found is not None:
             return found
     with torch.no_grad():
-        return gradients_of(dy, dl1, saved, needs, mains or Mains(), call.activation, call.first, call.given)
+        return gradients_of(dy, dl1, saved, needs, mains or Mains(), call.activation, call.first)
 
 
 def of_bias(dy: Tensor) -> Tensor:
@@ -209,16 +206,16 @@ def of_bias(dy: Tensor) -> Tensor:
 class _FFN(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Any) -> Tensor | tuple[Tensor, Tensor, Tensor] | None:
-        main_gate, main_up, main_down, x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
-        found = forward_pass(call, x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+        main_gate, main_up, main_down, x, w_gate, w_up, w_down, b_gate, b_up, _, gate = tensors
+        found = forward_pass(call, *tensors[3:])
         if found is None:
             return None
         y, l1, nonzeros, kept = found
-        if not call.given and y.dim() != x.dim():
+        if gate is None and y.dim() != x.dim():
             y = unviewed(y, x.shape)
         if b_gate is not None or b_up is not None:
             b_gate, b_up = saveable(b_gate), saveable(b_up)
-        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept)
+        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, kept, gate)
         # a note may hold the operands
         ctx.call = call if call.note is None else call._replace(note=None)
         ctx.mains, ctx.nodes = None, None
@@ -228,7 +225,7 @@ class _FFN(torch.autograd.Function):
             if not _modes.compiling():
                 weights = zip((w_gate, w_up, w_down), mains)
                 of_weights = [None if main is None else weight.grad_fn for weight, main in weights]
-                ctx.nodes = [None, *of_weights, None, None, None]
+                ctx.nodes = [None, *of_weights, None, None, None, None]
         ctx.set_materialize_grads(False)
         if not call.totals:
             return y  # type: ignore[no-any-return]
@@ -245,13 +242,14 @@ class _FFN(torch.autograd.Function):
             # this backward pass may want less than forward announced: torch.autograd.grad may ask for x alone
             runs = torch._C._will_engine_execute_node
             needs = [needed and (node is None or runs(node)) for needed, node in zip(needs, ctx.nodes)]
-        *of_passes, of_b_down = needs
-        gradients: Sequence[Tensor | None] = (None,) * 6
+        *of_passes, of_b_down, of_given = needs
+        gradients: Sequence[Tensor | None] = (None,) * 7
         saved: tuple[Any, ...] = ()
-        if any(of_passes) and not (dy is None and dl1 is None):
+        if (of_given or any(of_passes)) and not (dy is None and dl1 is None):
             saved = ctx.saved_tensors if compiling else saved_of(ctx)
             gradients = backward_pass(call, dy, dl1, saved, needs, mains)
-        gradients = *gradients, of_bias(dy) if of_b_down and dy is not None else None
+        *found, of_gate = gradients
+        gradients = *found, of_bias(dy) if of_b_down and dy is not None else None, of_gate
         if not compiling and torch.is_grad_enabled():
             gradients = tuple(first_order(call.name, gradients, (dy, dl1, *saved)))
         return None, None, None, None, *gradients
@@ -325,12 +323,14 @@ def gradients_of(
     mains: Mains,
     activation: Activation,
     first: int = 0,
-    given: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Add the gradients of weights that have a main to it, and return the others that are needed, but of b_down."""
-    x, w_gate, w_up, w_down, b_gate, b_up, kept = saved
-    of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, _ = needs
-    tokens, (gate, w_gate) = (w_gate, (w_gate, None)) if given else (x, (None, w_gate))
+    """Add the gradients of weights that have a main to it, and return the others that are needed.
+
+    They are those of x, the weights, b_gate, b_up and a given gate.
+    """
+    x, w_gate, w_up, w_down, b_gate, b_up, kept, gate = saved
+    of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, _, of_given = needs
+    tokens = x if gate is None else gate
     shape = tokens.shape
     if len(shape) != 2:
         x, dy = (None if t is None else t.reshape(-1, shape[-1]) for t in (x, dy))
@@ -339,8 +339,7 @@ def gradients_of(
     if dy is None:
         dy = tokens.new_zeros((math.prod(shape[:-1]), len(w_down)))
     arguments = (dy, dl1, x, w_gate, w_up, w_down.t(), b_gate, b_up, kept)
-    # the gradient of a given gate is asked for by itself
-    weights_needed = (of_gate and not given, of_up, of_down)
+    weights_needed, d_given = (of_gate, of_up, of_down), None
 
     if any(needed and main is not None for needed, main in zip(weights_needed, mains)):
         targets: list[Any] = []
@@ -363,15 +362,16 @@ def gradients_of(
         )
     else:
         weight_grad = any(weights_needed) or of_b_gate or of_b_up
-        found: Any = ops.hybrid_backward(*arguments, of_x, weight_grad, *activation, first, gate, of_gate and given)
+        found: Any = ops.hybrid_backward(*arguments, of_x, weight_grad, *activation, first, gate, of_given)
         dx, dw_gate, dw_up, dw_down, db_gate, db_up = found
+        d_given = None if gate is None else dw_gate
         # stored as the weight is, for optimizers that flatten gradients
         dw_down = (ops.matrix_transpose(dw_down) if w_down.is_contiguous() else dw_down.t()) if of_down else None
 
     if of_x and len(shape) != 2:
         dx = dx.view(shape)
-    every = dx, dw_gate, dw_up, dw_down, db_gate, db_up
-    return tuple(gradient if needed else None for gradient, needed in zip(every, needs))
+    every = dx, dw_gate, dw_up, dw_down, db_gate, db_up, d_given
+    return tuple(gradient if needed else None for gradient, needed in zip(every, (*needs[:6], of_given)))
 
 
 def first_order(

@@ -24,7 +24,7 @@ from twell._autograd import first_order, gradients_of
 from twell._runtime import geometry
 from twell.ops import hybrid
 from twell.ops.library import unviewed
-from twell.ops.operands import Mains, Operands
+from twell.ops.operands import Layer, Mains
 from twell.strategy.site import tokens_of
 
 # neurons whose windows are multiplied with dy together
@@ -161,13 +161,13 @@ class _Jump(torch.autograd.Function):
         return dh.masked_fill(gate <= level, 0), (-own / ctx.bandwidth).to(threshold.dtype), None
 
 
-def ffn(layer: Operands, choice: Selection, compression: int, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def ffn(layer: Layer, choice: Selection, compression: int, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """y, the sum of |h| and the number of non-zeros (float32) of a sparse layer, all with gradients.
 
     The tokens that fire each neuron are added to ``counts``. NotImplementedError unless the hybrid format holds
     ``choice.most``.
     """
-    x, w_up, _, w_down, b_up, _, b_down = layer
+    x, w_up, _, w_down, b_up, _, b_down = layer[:7]
     matrix, n = x.reshape(-1, x.shape[-1]), len(w_up)
     if geometry.hybrid_capacity(len(matrix), n) < choice.most:
         most, got = hybrid.most_of_each(n), choice.most / max(len(matrix), 1)
@@ -181,10 +181,10 @@ def ffn(layer: Operands, choice: Selection, compression: int, counts: Tensor | N
 
 
 def inference(
-    layer: Operands, choice: Selection, compression: int, strategy: str, counts: Tensor | None
+    layer: Layer, choice: Selection, compression: int, strategy: str, counts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same without gradients, by a sparse strategy; the choice is one of ``most``."""
-    x, w_up, _, w_down, b_up, _, b_down = layer
+    x, w_up, _, w_down, b_up, _, b_down = layer[:7]
     gate = choice.of_tokens(x.reshape(-1, x.shape[-1]), w_up, b_up)
     if counts is not None:
         counts += (gate != 0).sum(0)
@@ -241,7 +241,7 @@ class _Chosen(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, dn: Tensor | None) -> tuple[Tensor | None, ...]:
         x, w_up, w_down, b_up, threshold, level, counts, kept, *windows = saved = ctx.saved_tensors
         of_x, of_up, of_down, of_b_up, of_b_down, of_threshold = ctx.needs_input_grad[1:]
-        found: Sequence[Tensor | None] = (None,) * 6
+        found: Sequence[Tensor | None] = (None,) * 7
         d_threshold = db_down = None
         with torch.no_grad():
             if ctx.broken is not None and dy is not None:
@@ -251,15 +251,15 @@ class _Chosen(torch.autograd.Function):
                 if level is not None:
                     bias = torch.cat([torch.zeros_like(level) if b_up is None else b_up, level])
                     activation = Activation("fatrelu")
-                needs = of_x, of_up, False, of_down, of_b_up, False, False
-                pair = x, w_up, None, w_down, bias, None, kept
+                needs = of_x, of_up, False, of_down, of_b_up, False, False, False
+                pair = x, w_up, None, w_down, bias, None, kept, None
                 found = gradients_of(dy, dl1, pair, needs, Mains(), activation)
             if of_threshold:
                 d_threshold = _of_thresholds(ctx.bandwidth, windows, counts, level, w_down, dy, dl1, dn)
                 d_threshold = d_threshold.to(threshold.dtype)
             if of_b_down and dy is not None:
                 db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
-        dx, dw_up, _, dw_down, db_up, _ = found
+        dx, dw_up, _, dw_down, db_up, *_ = found
         gradients = [dx, dw_up, dw_down, db_up if db_up is None else db_up[: len(w_up)], db_down, d_threshold]
         if not _modes.compiling() and torch.is_grad_enabled():
             gradients = first_order("sparse_ffn", gradients, (dy, dl1, dn, *saved))

@@ -147,8 +147,8 @@ class ReadFFN(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, matrices: Sequence[Matrix], lowering: Any, raising: Any, *inputs: Any) -> Any:
-        (*sources, x, call, _, _, _), (wide, gate, *_, b_gate, b_up, _) = inputs[:-7], inputs[-7:]
-        found = _autograd.forward_pass(call, *inputs[-7:])
+        (*sources, x, call, _, _, _), (wide, *_, b_gate, b_up, _, gate) = inputs[:-8], inputs[-8:]
+        found = _autograd.forward_pass(call, *inputs[-8:])
         if found is None:
             return None
         (y, l1, nonzeros, kept), k, low = found, matrices[2].lengths[0], None
@@ -160,7 +160,7 @@ class ReadFFN(torch.autograd.Function):
         given = lowering, raising, low, _autograd.saveable(b_gate), _autograd.saveable(b_up), *sources
         # their memory, of which `.data = other` takes a parameter away
         own = [None if t is None else t.detach() for t in given]
-        ctx.save_for_backward(anchor, wide, gate if call.given else None, kept, *own)
+        ctx.save_for_backward(anchor, wide, gate, kept, *own)
         # a note may hold the operands
         ctx.call, ctx.matrices, ctx.columns = call._replace(note=None), matrices, 0 if x is None else x.shape[1]
         ctx.set_materialize_grads(False)
@@ -172,14 +172,15 @@ class ReadFFN(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None, _: None) -> Any:
         call, matrices, needs = ctx.call, ctx.matrices, ctx.needs_input_grad[3:]
         anchor, wide, gate, kept, lowering, raising, low, b_gate, b_up, *sources = _autograd.saved_of(ctx)
-        (of_gate, *_), of_biases, of_x, found = needs[-6:], needs[-3:], needs[len(sources)], [None] * len(sources)
+        *of_biases, of_gate = needs[-4:]
+        of_x, found = needs[len(sources)], [None] * len(sources)
         k, wanted = matrices[2].lengths[0], [matrix.wanted(needs) for matrix in matrices]
         with torch.no_grad():
             w_gate, w_up, w_down = (matrix.read(sources) for matrix in matrices[:3])
             upstream = None if dy is None else beside(dy, raising, len(w_down))
-            asked = of_x or wanted[3], of_gate or wanted[0], *wanted[1:3], *of_biases
-            saved = wide, gate if call.given else w_gate, w_up, w_down, b_gate, b_up, kept
-            dx, *of_weights, db_gate, db_up = _autograd.backward_pass(call, upstream, dl1, saved, asked)
+            asked = of_x or wanted[3], *wanted[:3], *of_biases, of_gate
+            saved = wide, w_gate, w_up, w_down, b_gate, b_up, kept, gate
+            dx, *of_weights, db_gate, db_up, d_gate = _autograd.backward_pass(call, upstream, dl1, saved, asked)
             db_down = _autograd.of_bias(upstream) if of_biases[2] and upstream is not None else None
             columns = None if dx is None or lowering is None else dx[:, k : k + len(lowering)]
             d_lowering = columns.t() @ wide[:, :k] if columns is not None and wanted[3] else None
@@ -191,8 +192,7 @@ class ReadFFN(torch.autograd.Function):
                 dx = _copied(dx[:, : ctx.columns])
             if dx is not None and columns is not None:
                 dx = dx + columns @ lowering if is_batched(dx) else dx.addmm_(columns, lowering)
-        d_gate = of_weights[0] if call.given else None
-        gradients = [*found, dx, None, None, None, None, None, d_gate, None, None, db_gate, db_up, db_down]
+        gradients = [*found, dx, *[None] * 8, db_gate, db_up, db_down, d_gate]
         if torch.is_grad_enabled():
             gradients = _autograd.first_order(call.name, gradients, (dy, dl1, anchor))
         return None, None, None, *gradients

@@ -18,7 +18,7 @@ from twell.ops.dense import as_torch, dense, fuses, in_inference
 from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import are_rows, unviewed
-from twell.ops.operands import Form, Layer, Mains, Operands
+from twell.ops.operands import Form, Layer, Mains
 from twell.strategy.plan import Route
 from twell.strategy.site import tokens_of
 
@@ -96,13 +96,13 @@ def _range_of(call: Call, layer: Layer, route: Route, *rest: Any) -> nvtx.Contex
 @nvtx.marked(_range_of)
 def run(call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | None) -> Tensor | tuple[Tensor, Aux]:
     """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
-    tokens = layer.x if layer.gate is None else layer.gate
+    tokens = layer.tokens
     if route.strategy == "dense" and not layer.scaled:
         own = None if call.made is None else call.made.dense
         y, hidden, gate, nonzeros = _dense(call, layer, mains) if own is None else (*own(), None)
         if route.measurement is not None:
             plain = layer.gate is None
-            candidates = screened.wanted(route.measurement, layer.operands, call.activation) if plain else None
+            candidates = screened.wanted(route.measurement, layer, call.activation) if plain else None
             route.measurement.dense(gate, call.activation.level(gate.dtype), candidates)
         if route.holder is not None:
             # training keeps its choice until backward passes y
@@ -123,14 +123,14 @@ def _sparse(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y of the tokens [M, K], or of x's shape, and, where they are wanted, the sum of |h| and the non-zeros."""
     if call.choice is not None:
-        return _by_choice(call, layer.operands, route)
+        return _by_choice(call, layer, route)
     layer, activation = _with_thresholds(layer, call.activation)
     call = call._replace(activation=activation)
     if activation.k:
         # room for the k of every token, and a gate that is computed whole
         route = route._replace(held=0, screen=False)
     if call.training and layer.gate is None:
-        return _train(call, layer.operands, route, mains)
+        return _train(call, layer, route, mains)
     flat = {
         name: t.reshape(-1, t.shape[-1])
         for name, t in (("x", layer.x), ("gate", layer.gate))
@@ -138,13 +138,12 @@ def _sparse(
     }
     layer = layer._replace(**flat) if flat else layer
     if call.training:
-        # a given gate stands where the weight would
-        return _train(call, layer.operands._replace(w_gate=layer.gate), route, mains, given=True)
+        return _train(call, layer, route, mains)
     if call.counts is not None:
-        return _counted(call, layer.operands, call.counts)
+        return _counted(call, layer, call.counts)
     if call.direct:
         return ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux, call.fast)
-    x, w_gate, w_up, w_down, *biases = layer.operands
+    x, w_gate, w_up, w_down, *biases = layer[:7]
     how = (*call.activation, route.screen, route.invariant, *layer[7:], call.fast)
     arguments = (x, w_gate, w_up, w_down.t(), *biases, call.compression, route.strategy, site, *how)
     return ops.ffn_aux(*arguments) if call.return_aux else (ops.ffn(*arguments), None, None)
@@ -159,16 +158,16 @@ def _with_thresholds(layer: Layer, activation: Activation) -> tuple[Layer, Activ
     return layer._replace(b_gate=torch.cat([bias, level])), Activation(activation.name)
 
 
-def _counted(call: Call, layer: Operands, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _counted(call: Call, layer: Layer, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same of a call without gradients whose neurons are counted: what training keeps knows them."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
-    operands = x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down
+    x, w_gate, w_up, w_down, *biases = layer[:7]
+    operands = x, w_gate, w_up, w_down.t(), *biases
     y, l1, nonzeros, kept = ops.hybrid_forward(*operands, call.compression, 0, *call.activation)
     counts += hybrid.firing(kept, x, len(w_gate), w_up is not None)
     return y, l1, nonzeros
 
 
-def _by_choice(call: Call, layer: Operands, route: Route) -> tuple[Tensor, Tensor, Tensor]:
+def _by_choice(call: Call, layer: Layer, route: Route) -> tuple[Tensor, Tensor, Tensor]:
     """y, the sum of |h| and the number of non-zeros of a sparse call for which PyTorch makes the pre-activations."""
     assert call.choice is not None
     if call.training:
@@ -181,15 +180,13 @@ def _by_choice(call: Call, layer: Operands, route: Route) -> tuple[Tensor, Tenso
     return _choice.inference(layer, call.choice, call.compression, route.strategy, call.counts)
 
 
-def _train(
-    call: Call, layer: Operands, route: Route, mains: Mains, given: bool = False
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _train(call: Call, layer: Layer, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
     note, measurement = None, route.measurement
     if measurement is not None or call.counts is not None:
 
         def note(nonzeros: Tensor, kept: Tensor) -> None:
-            tokens, n = (layer.w_gate, layer.w_gate.shape[1]) if given else (layer.x, len(layer.w_gate))
+            tokens, n = layer.tokens, layer.w_down.shape[1]
             pattern = kept, tokens.detach().reshape(-1, tokens.shape[-1]), n, layer.w_up is not None
             if call.counts is not None:
                 call.counts.add_(hybrid.firing(*pattern))
@@ -197,13 +194,13 @@ def _train(
                 return
             unions = hybrid.unions(*pattern)
             most = geometry.hybrid_capacity(measurement.problem.m, measurement.problem.n, route.held)
-            candidates = None if given else screened.wanted(measurement, layer, call.activation)
+            candidates = screened.wanted(measurement, layer, call.activation) if layer.gate is None else None
             measurement.counts(nonzeros, unions, most=most, candidates=candidates)
 
-    totals = call.return_aux or measurement is not None or given
+    totals = call.return_aux or measurement is not None or layer.gate is not None
     how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
     first, apply = (0, None) if call.made is None else (call.made.first_column, call.made.apply)
-    y, l1, nonzeros = _autograd.ffn(how._replace(first=first, given=given), layer, mains, call.direct, apply)
+    y, l1, nonzeros = _autograd.ffn(how._replace(first=first), layer, mains, call.direct, apply)
     if route.holder is not None:
         # training keeps its choice until backward passes y
         route.holder.hold(y)
@@ -268,21 +265,21 @@ def settled(call: Call, layer: Layer, route: Route, how: How, chosen: bool) -> T
         return None
     run: Run | None
     if call.training and route.strategy == "dense":
-        run = _trained_by_torch(layer.operands, call.activation)
+        run = _trained_by_torch(layer, call.activation)
     elif call.training:
         own = call.compression, route.held, call.activation, route.screen
-        run = _autograd.passes_of(Form.of(layer.operands), *own) if layer.x.numel() else None
+        run = _autograd.passes_of(Form.of(layer.unscaled), *own) if layer.x.numel() else None
     else:
         # a layer that copies the down weight may lay it by rows at its next call
         run = inference_of(layer, call.compression, call.activation, route, call.fast)
-    operands = layer if layer.scaled else layer.operands
+    operands = layer if layer.scaled else layer[:7]
     y = None if run is None else run(*operands)
     if run is not None and y is not None:
         calls.note(operands, how, call.training, run, route, chosen)
     return y
 
 
-def _trained_by_torch(layer: Operands, activation: Activation) -> Run:
+def _trained_by_torch(layer: Layer, activation: Activation) -> Run:
     """What computes y of plain tensors like these by PyTorch's own operators, for backward."""
     fused = fuses(layer, activation, training=True)
 

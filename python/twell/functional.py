@@ -32,7 +32,7 @@ from twell.ops import hybrid
 from twell.ops.calls import How, known
 from twell.ops.e4m3 import layer_of
 from twell.ops.library import is_direct
-from twell.ops.operands import Layer, Mains, Operands
+from twell.ops.operands import Layer, Mains
 from twell.ops.slices import is_sliced
 from twell.packed import PackedTwell
 from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
@@ -441,20 +441,20 @@ def run(
         # the dispatcher makes real what has no memory
         direct = not _modes.compiling() and is_direct(given.x)
         direct = direct and all(t is None or _modes.is_in_memory(t) for t in given)
-    elif plain := not gives and admitted(given.operands, gated):
+    elif plain := not gives and admitted(given, gated):
         # the answers to all questions that the other branch asks
         layer = given
         if main_grads is not None:
-            named = given.operands.named(gated)
+            named = given.named(gated)
             present = {argument: operand for argument, operand in named.items() if operand is not None}
             mains = admit_mains(name, present, named, main_grads)
-        training = torch.is_grad_enabled() and given.operands.requires_grad()
+        training = torch.is_grad_enabled() and given.requires_grad()
         direct = is_direct(given.x)
     elif gives:
         t, direct = admit_given(name, given), False
         layer, training = Layer(*map(t.get, Layer._fields)), bool(needing_grad(t))
     else:
-        named, direct = given.operands.named(gated), False
+        named, direct = given.named(gated), False
         t = admit(name, **named)
         if sharded(t):
             if choice is not None or counts is not None:
@@ -463,10 +463,10 @@ def run(
             options |= activation.options()
             return _on_shards(name, function, t, named, main_grads, return_aux, options)  # type: ignore[no-any-return]
         mains = admit_mains(name, t, named, main_grads)
-        layer, training = Layer(*Operands.of(t)), bool(needing_grad(t))
+        layer, training = Layer.of(t), bool(needing_grad(t))
     training = training or (choice is not None and choice.threshold is not None)
     training = training or (made is not None and made.apply is not None)
-    tokens = layer.gate if gives else layer.x
+    tokens = layer.tokens
     device = tokens.device
     if activation.by_neuron:
         require_of_neurons(name, "threshold", activation.threshold, layer, "a number or")
@@ -542,7 +542,7 @@ def _on_shards(
 def _gathered(facts: Facts, operands: Mapping[str, Tensor], layer: Layer) -> Facts:
     """The facts of a call that is not plain, or that the kernels may refuse."""
     gives = layer.gate is not None
-    x, (n, k) = layer.gate if gives else layer.x, layer.w_down.shape[::-1] if gives else layer.w_gate.shape
+    x, (n, k) = layer.tokens, layer.w_down.shape[::-1] if gives else layer.w_gate.shape
     return facts._replace(
         n=n,
         k=k,

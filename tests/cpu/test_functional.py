@@ -12,7 +12,7 @@ from tests.habits.derivatives import Doubling
 from tests.habits.entries import LAYOUTS, SMALLER
 from twell import testing, tuning
 from twell._admission import admitted
-from twell.ops.operands import Operands
+from twell.ops.operands import Layer
 
 BF16 = torch.bfloat16
 
@@ -84,7 +84,7 @@ def test_kernels_read_memory_that_holds_the_values_alone(kind: str) -> None:
     """Calls that bypass the dispatcher."""
     for name, value in operands(BF16).items():
         odd = (LAYOUTS | SMALLER)[kind](value)
-        layer = Operands(*(operands(BF16) | {name: odd}).values())
+        layer = Layer(*(operands(BF16) | {name: odd}).values())
         assert admitted(layer, True) == (
             kind not in ("negated", "zeros without memory", "a parameter of its own class")
         )

@@ -80,7 +80,7 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     *_, kept = torch.ops.twell.hybrid_forward(*operands, 8, 0, *RELU)
     assert torch.equal(hybrid.unions(kept, t["x"], N, False).cpu(), expected)
     level = RELU._replace(name="fatrelu", threshold=torch.zeros(N, dtype=torch.bfloat16))
-    assert torch.equal(screened.wanted(measurement, wide.operands, level), candidates)
+    assert torch.equal(screened.wanted(measurement, wide, level), candidates)
     for training in (False, True):
         large = costs.Problem(8192, 2304, 262144, False, training)
         figures = costs.Figures(60.0, 0.04)

@@ -280,10 +280,10 @@ def test_peak_memory(gpu: FakeGpu, m: int, before_forward: float, before_backwar
     """Of results and scratch at the paper's size: not more than when tensors came and went one by one."""
     k, n = 2048, 5632
     rows = [(shape, (k, 1), BF16) for shape in ((m, k), (n, k), (n, k))]
-    form = Form(0, (*rows, ((k, n), (1, k), BF16), None, None, None))
+    form = Form(0, (*rows, ((k, n), (1, k), BF16), None, None, None, None))
     whole = forward_of(form, 8, 0, RELU, False, False)
     assert whole is not None
-    given = (rows[0], None, *form.places[:6], whole.kept, *rows, rows[1], None, None)
+    given = (rows[0], None, *form.places, whole.kept, *rows, rows[1], *[None] * 4)
     made(build, Form(0, given), RELU, False, 0)
     packing, multiplying, backward = gpu.programs
     # behind the layer come kept, y and the gradients

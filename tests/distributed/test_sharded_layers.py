@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import twell
 from twell import _autograd
-from twell.ops.operands import Operands
+from twell.ops.operands import Layer
 
 BATCH, SEQUENCE, HIDDEN, NEURONS = 2, 6, 16, 32
 NAMES = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
@@ -250,7 +250,7 @@ def still_under_way(device: torch.device) -> None:
     seen: list[type] = []
     original = _autograd.ffn
 
-    def note(name: str, layer: Operands, *rest: Any) -> Any:
+    def note(name: str, layer: Layer, *rest: Any) -> Any:
         seen.append(type(layer.x))
         return original(name, layer, *rest)
 

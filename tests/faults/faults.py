@@ -343,8 +343,8 @@ FAULTS = (
     Fault(
         "adapters: copies of weights live until backward",
         "python/twell/_columns.py",
-        "anchor, wide, gate if call.given else None, kept",
-        "anchor, wide, gate, kept",
+        "ctx.call, ctx.matrices, ctx.columns =",
+        "ctx.own = inputs[-7]\n        ctx.call, ctx.matrices, ctx.columns =",
         "tests/cpu/test_adapted.py -k no_copy",
     ),
     # ---- calls ----

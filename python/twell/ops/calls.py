@@ -23,8 +23,8 @@ from twell.strategy.site import AutoStrategy, Bucket
 # Entries of a site, and of all named strategies together.
 _MOST = 512
 
-# Of the seven ``Operands``, or of a ``Layer`` with scales, w_down [K, N]: y, or None, with nothing run, if they lie
-# otherwise.
+# Of the first seven of a ``Layer``, or of all if it has scales, w_down [K, N]: y, or None, with nothing run, if they
+# lie otherwise.
 Run = Callable[..., "Tensor | None"]
 
 

@@ -31,7 +31,7 @@ def parts(p: Program, spec: specs.DecodeSpec) -> tuple[View, int]:
 
 def launch(p: Program, layer: Views, y: View, activation: Activation) -> None:
     """Launch what fills y [M, K]."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer
     spec = spec_of(p, x, "plain" if w_up is None else "gated")
     # the kernel that quantises tokens lets the next start when its own wait is over; a copy made below is of a weight
     early = int(bool(p.launches))

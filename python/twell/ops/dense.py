@@ -16,7 +16,7 @@ from twell._activation import Activation
 from twell.ops import screened
 from twell.ops.calls import Run
 from twell.ops.library import no_view
-from twell.ops.operands import Layer, Operands
+from twell.ops.operands import Layer
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
 from twell.strategy import costs
@@ -33,7 +33,7 @@ def dense(
 
     merged: whether gate and up are one product.
     """
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate, *_ = layer
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer.unscaled
     up: Any
     if merged:
         n, k = w_gate.shape
@@ -56,7 +56,7 @@ def in_inference(layer: Layer, activation: Activation, seen: bool = True) -> Bet
     ``seen``: whether the gate is, behind it.
     """
     inplace = layer.gate is None
-    fused = inplace and fuses(layer.operands, activation)
+    fused = inplace and fuses(layer, activation)
 
     def between(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
         if fused and up is not None:
@@ -82,17 +82,17 @@ def totalled(
         if totals:
             nonzeros, l1 = gate.numel() - (gate <= level).sum(), hidden.abs().sum(dtype=torch.float32)
         if measurement is not None:
-            candidates = None if layer.gate is not None else screened.wanted(measurement, layer.operands, activation)
+            candidates = None if layer.gate is not None else screened.wanted(measurement, layer, activation)
             measurement.dense(gate, level, candidates)
 
     kind = layer.w_down.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
-        merged = layer.gate is None and is_merged(layer.operands)
+        merged = layer.gate is None and is_merged(layer)
         y = dense(layer, in_inference(layer, activation), merged, see)
     return y, l1, nonzeros
 
 
-def fuses(layer: Operands, activation: Activation, training: bool = False) -> bool:
+def fuses(layer: Layer, activation: Activation, training: bool = False) -> bool:
     """Whether ``reglu`` is the activation: for a large gate, unless the host is the limit, which it costs more.
 
     It takes no threshold that is a tensor.
@@ -103,7 +103,7 @@ def fuses(layer: Operands, activation: Activation, training: bool = False) -> bo
     return not costs.waits_for_host(costs.Problem(m, k, n, True, training, eager=not _modes.capturing(x)))
 
 
-def as_torch(layer: Operands, between: Between, merged: bool = False) -> Run:
+def as_torch(layer: Layer, between: Between, merged: bool = False) -> Run:
     """What computes y of plain tensors like these, w_down [K, N].
 
     merged: gate and up are one product where ``is_merged`` says so, of these tensors and of those of a call alike.
@@ -131,15 +131,15 @@ def as_torch(layer: Operands, between: Between, merged: bool = False) -> Run:
     return run
 
 
-def is_merged(layer: Operands) -> bool:
+def is_merged(layer: Layer) -> bool:
     """Whether gate and up are one product: few tokens, no bias, and w_up's memory right behind w_gate's."""
     _, w_gate, w_up, *_ = layer
     return _may_merge(layer) and w_up is not None and w_gate.shape == w_up.shape and _are_one(w_gate, w_up)
 
 
-def _may_merge(layer: Operands) -> bool:
+def _may_merge(layer: Layer) -> bool:
     """Whether ``is_merged`` depends on where the weights lie."""
-    x, _, w_up, _, b_gate, b_up, _ = layer
+    x, _, w_up, _, b_gate, b_up, *_ = layer
     return w_up is not None and tokens_of(x) <= tuning.MERGED_TOKENS and b_gate is b_up is None
 
 

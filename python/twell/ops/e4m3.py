@@ -162,7 +162,7 @@ def dense(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Ten
 
 
 def _dense(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Tensor]:
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.operands
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer.unscaled
     by_kernels = x.is_cuda and not len(w_gate) % MULTIPLE and device.capability(x.device.index) == device.SM_90
     scale = None if layer.x_scale is None else laid_bias(layer.x_scale)
     if not by_kernels:

@@ -80,8 +80,7 @@ def _run(
         route = route._replace(screen=False)
     if route.strategy == "dense":
         if not layer.scaled:
-            operands, activation = opened(layer.operands, activation)
-            return dense.totalled(Layer(*operands, layer.gate), activation, measurement, totals)
+            return dense.totalled(*opened(layer, activation), measurement, totals)
         y, gate = e4m3.dense(layer, activation, fast)
         if measurement is not None and gate is not None:
             measurement.dense(gate, activation.level(gate.dtype))
@@ -101,7 +100,7 @@ def _run(
     nonzeros = counts.sum()
     if measurement is not None:
         if candidates is None and layer.plain:
-            candidates = screened.wanted(measurement, layer.operands, activation)
+            candidates = screened.wanted(measurement, layer, activation)
         # a row of stats has 8 tokens
         measurement.counts(nonzeros, unions, heaviest=counts.sum(1).amax(), candidates=candidates)
     return y, l1.sum() if totals else None, nonzeros
@@ -125,7 +124,7 @@ def _one_pass_on_cpu(layer: Layer, activation: Activation, route: Route, fast: b
         return None
     if layer.scaled:
         return e4m3.on_cpu(layer, activation, True)
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.operands
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer.unscaled
     gate = gate_on_cpu(x, w_gate, b_gate, activation)
     return behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, True)[0]
 
@@ -147,29 +146,26 @@ def _place_of_y(layer: Layer) -> Place:
 
 def _laid(layer: Layer) -> Layer:
     """``layer``, w_down [K, N], with copies of the operands that kernels cannot read in place."""
-    if layer.scaled:
-        return e4m3.laid(layer)
-    found = Layer(*laid(layer.operands, layer.gate))
-    return found if layer.gate is None else found._replace(w_gate=None, gate=found.w_gate)
+    return e4m3.laid(layer) if layer.scaled else laid(layer)
 
 
-def _program(form: Form, fast: bool) -> tuple[Program, Views, View | None, View | None, View]:
-    """A program, views of its layer, of a given gate and of the screen's bias, and y."""
+def _program(form: Form, fast: bool) -> tuple[Program, Views, View | None, View]:
+    """A program, views of its layer and of the screen's bias, and y."""
     p, given = form.program()
     *operands, firing = given
     layer = Layer(*operands)
     if layer.scaled:
         views = e4m3.views(p, layer, fast)
     else:
-        views = Views(None if layer.x is None else layer.x.matrix(), *layer[1:7])
+        views = Views(None if layer.x is None else layer.x.matrix(), *layer.unscaled[1:])
     shape = (layer.gate.shape[0], views.w_down.shape[0]) if layer.x is None else layer.x.shape
-    return p, views, layer.gate, firing, p.operand(tuning.stored(views.w_down.dtype), *shape).matrix()
+    return p, views, firing, p.operand(tuning.stored(views.w_down.dtype), *shape).matrix()
 
 
 @kept
 def _few(form: Form, activation: Activation) -> Executable:
     """What runs a layer in one pass, into y."""
-    p, layer, _, _, y = _program(form, True)
+    p, layer, _, y = _program(form, True)
     decode.launch(p, layer, y, activation)
     return p.compiled()
 
@@ -181,7 +177,7 @@ def _by_slices(sparse: Callable[..., _Counted], layer: Layer, *how: Any) -> _Cou
     y = torch.empty_like(layer.x, memory_format=torch.contiguous_format)
     added, figures = Added(y, layer.b_down), []
     for first, last in geometry.neuron_slices(n):
-        found = sparse(Layer(*layer.operands.neurons(first, last, by_columns=True)), *how)
+        found = sparse(layer.neurons(first, last, by_columns=True), *how)
         added.add(found[0])
         figures.append(found[1:])
     added.store()
@@ -213,7 +209,7 @@ def _chosen(layer: Layer, activation: Activation, route: Route, site: Tensor | N
 def _asked_by(layer: Layer, activation: Activation) -> tuple[int, bool, bool, bool, bool, bool]:
     """What a site is asked by, after x: w_down is [N, K]."""
     copied = not layer.scaled and not are_rows(layer.w_down.shape, layer.w_down.stride())
-    merged = layer.plain and dense.is_merged(layer.operands)
+    merged = layer.plain and dense.is_merged(layer)
     one_pass = layer.gate is None and not activation.k
     return layer.w_down.shape[0], layer.w_up is not None, False, copied, merged, one_pass
 
@@ -319,12 +315,12 @@ def _settled(layer: Layer, arguments: Sequence[Any], activation: Activation, rou
     """y of a call by ``route``, whose kind is known then; None of one that cannot be."""
     if nvtx.ON or route.measurement is not None or torch.is_autocast_enabled("cuda"):
         return None
-    turned = layer.operands._replace(w_down=layer.w_down.t())
-    run = inference_of(Layer(*turned), arguments[7], activation, route, merged=True)
-    y = None if run is None else run(*turned)
+    turned = layer._replace(w_down=layer.w_down.t())
+    run = inference_of(turned, arguments[7], activation, route, merged=True)
+    y = None if run is None else run(*turned[:7])
     if run is not None and y is not None:
         how = _how(arguments)
-        calls.note(turned, how, False, run, route, isinstance(how.strategy, AutoStrategy))
+        calls.note(turned[:7], how, False, run, route, isinstance(how.strategy, AutoStrategy))
     return y
 
 
@@ -332,11 +328,11 @@ def _sparse_on_cpu(layer: Layer, compression: int, activation: Activation, route
     by_union = route.strategy == "union"
     if layer.scaled:
         return e4m3.on_cpu(layer, activation, by_union), None, None, None, None
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer.operands
-    if layer.gate is None:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, given = layer.unscaled
+    if given is None:
         gate = gate_on_cpu(x, w_gate, b_gate, activation)
     else:
-        gate = activation.after(layer.gate, inplace=False)
+        gate = activation.after(given, inplace=False)
     return *behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, by_union), None
 
 
@@ -345,7 +341,7 @@ def _pass(
     form: Form, route: str, compression: int, activation: Activation, counted: bool, fast: bool
 ) -> tuple[Executable, tuple[Shape, ...]]:
     """What runs a sparse ``route``, and the shapes of its figures: operands behind y if ``counted``, else scratch."""
-    p, layer, gate, firing, y = _program(form, fast)
+    p, layer, firing, y = _program(form, fast)
     m, n = y.shape[0], layer.w_down.shape[1]
     shapes: tuple[Shape, ...]
     if route == SCREENED:
@@ -359,23 +355,22 @@ def _pass(
     if route == SCREENED:
         screened.launches(p, layer, firing, results, compression, activation)
     elif route == "union":
-        union.launches(p, layer, gate, results, compression, activation)
+        union.launches(p, layer, results, compression, activation)
     else:
-        _by_row(p, layer, gate, results, compression, activation, route == "row+invariant")
+        _by_row(p, layer, results, compression, activation, route == "row+invariant")
     return p.compiled(), shapes
 
 
 def _by_row(
     p: Program,
     layer: Views,
-    gate: View | None,
     results: Sequence[View],
     compression: int,
     activation: Activation,
     invariant: bool,
 ) -> None:
-    """Strategy "row"; a ``gate`` is given, or computed."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    """Strategy "row"."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer
     y, l1, stats = results
     words, spill, _ = (p.scratch(*shape) for shape in packed_shapes(y.dtype, y.shape[0], w_down.shape[1], compression))
     counted, packed = counters(p, y if x is None else x, w_up is not None, invariant), (words, spill, stats)
@@ -391,8 +386,8 @@ def inference_of(
 ) -> Run | None:
     """What computes y of calls like this one, w_down [K, N]; None if kernels read only copies, or more than these.
 
-    It takes the ``Operands``, or the whole layer if that has scales. merged: whether a dense layer may compute gate and
-    up in one product.
+    It takes the first seven operands, or the whole layer if that has scales. merged: whether a dense layer may compute
+    gate and up in one product.
     """
     x, scaled, family = layer.x, layer.scaled, tuning.family(layer.w_down.device.index)
     if scaled and (route.strategy == "dense" or family != specs.SM90):
@@ -402,7 +397,7 @@ def inference_of(
     if has_thresholds(layer.b_gate, len(layer.w_gate)) and (route.screen or route.strategy == "dense"):
         return None
     if route.strategy == "dense":
-        return dense.as_torch(layer.operands, dense.in_inference(layer, activation, seen=False), merged)
+        return dense.as_torch(layer, dense.in_inference(layer, activation, seen=False), merged)
     if not x.numel() or (route.screen and activation.threshold):
         return None
     # a layer that copies the down weight may lay it by rows at its next call

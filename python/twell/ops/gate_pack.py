@@ -15,7 +15,7 @@ from twell._activation import Activation, activation_of, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import Shape, bias_view, check_layer, laid_bias, new, register, rows
-from twell.ops.operands import Operands, Scaled, bias_alone, has_thresholds, launched, opened, run
+from twell.ops.operands import Layer, Scaled, bias_alone, has_thresholds, launched, opened, run
 from twell.ops.pack import Packed, fill_on_cpu, find_levels, pack_gate
 from twell.ops.pack import shapes as packed_shapes
 
@@ -53,7 +53,7 @@ def _cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, thr
 def gate_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activation) -> Tensor:
     """The gate [M, N] of x's dtype, after its activation."""
     # w_gate stands in for the down weight, which is not read
-    layer, activation = opened(Operands(x, w_gate, None, w_gate, b_gate), activation)
+    layer, activation = opened(Layer(x, w_gate, None, w_gate, b_gate), activation)
     accumulator = x.float() @ w_gate.float().t()
     if layer.b_gate is not None:
         accumulator += layer.b_gate.float()

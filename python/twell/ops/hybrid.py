@@ -37,7 +37,7 @@ from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import geometry, specs
 from twell._runtime.program import Program, View
 from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_operands, down_rows
-from twell.ops.operands import Gradients, Layer, Operands, bias_alone, opened
+from twell.ops.operands import Gradients, Layer, bias_alone, opened
 
 
 class Kept(NamedTuple):
@@ -52,10 +52,9 @@ class Kept(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The operands of both operators of backward: dy [M, K], dl1 (0-d or None), the layer without b_down and its gate.
+    """The operands of both operators of backward: dy [M, K], dl1 (0-d or None), the layer without b_down and ``kept``.
 
-    They are tensors, w_down [N, K], or views of a program, w_down [K, N]. With a ``gate`` [M, N] that was given the
-    layer has neither w_gate nor, without w_up, x.
+    They are tensors, w_down [N, K], or views of a program, w_down [K, N].
     """
 
     dy: Any
@@ -63,7 +62,6 @@ class Backward(NamedTuple):
     layer: Any
     kept: Any
     activation: Activation
-    gate: Any = None
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -196,14 +194,14 @@ def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
 
 def check_backward(given: Backward) -> None:
     """Raise unless the operands of backward fit each other."""
-    dy, dl1, layer, kept, _, gate = given
+    dy, dl1, layer, kept, _ = given
     # on the CPU values may be wider
-    check_operands(Layer(*layer)._replace(gate=gate), wide=True)
-    tokens, (n, k) = layer.x if gate is None else gate, layer.w_down.shape
+    check_operands(layer, wide=True)
+    tokens, (n, k) = layer.tokens, layer.w_down.shape
     check("dy", dy, (tokens.shape[0], k), tokens.dtype)
     if dl1 is not None:
         check("dl1", dl1, (), accumulator(tokens.dtype))
-    if gate is None:
+    if layer.gate is None:
         check_kept(tokens, n, layer.w_up is not None, kept)
     else:
         check_kept_of_slice(tokens, n, layer.w_up is not None, kept)
@@ -318,17 +316,11 @@ def encode(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
         target[:total] = dense[token, neuron]
 
 
-def decode(
-    layer: Operands, given: Tensor, activation: Activation = RELU, gate: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype.
-
-    ``gate``: that before the activation, if it was given.
-    """
-    if gate is None:
-        layer, activation = opened(layer, activation)
-    x, w_gate, w_up, w_down, b_gate, b_up, _ = layer
-    tokens, n = x if gate is None else gate, w_down.shape[0]
+def decode(layer: Layer, given: Tensor, activation: Activation = RELU) -> tuple[Tensor, Tensor | None]:
+    """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype."""
+    layer, activation = opened(layer, activation)
+    x, w_gate, w_up, w_down, b_gate, b_up, _, gate = layer.unscaled
+    tokens, n = layer.tokens, w_down.shape[0]
     m, dtype = tokens.shape[0], tokens.dtype
     kept, capacity, wide = parts(given, m, n), capacity_of(tokens, n, w_up is not None, given), accumulator(dtype)
     total = int(kept.sizes[-1])
@@ -362,14 +354,11 @@ def rare(popularity: Tensor) -> Tensor:
     return torch.empty_like(few).scatter_(0, order, few)
 
 
-def backward_cpu(given: Backward, out: Gradients, accumulate: bool, of_gate: Tensor | None = None) -> None:
-    """Fill ``out`` by dense matrix products of the decoded gate, rounded where the kernels round.
-
-    ``of_gate``: the gradient of a given gate.
-    """
-    dy, dl1, layer, kept, activation, before = given
+def backward_cpu(given: Backward, out: Gradients, accumulate: bool) -> None:
+    """Fill ``out`` by dense matrix products of the decoded gate, rounded where the kernels round."""
+    dy, dl1, layer, kept, activation = given
     m, n, dtype = dy.shape[0], layer.w_down.shape[0], dy.dtype
-    gate, up = decode(layer, kept, activation, before)
+    gate, up = decode(layer, kept, activation)
     hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0)
     dh = project(dy, layer.w_down, None)
     if dl1 is not None:
@@ -389,8 +378,8 @@ def backward_cpu(given: Backward, out: Gradients, accumulate: bool, of_gate: Ten
     def product(coefficients: Tensor, matrix: Tensor) -> Tensor:
         return coefficients @ matrix.to(coefficients.dtype)
 
-    if of_gate is not None:
-        of_gate.copy_(d_gate)
+    if out.gate is not None:
+        out.gate.copy_(d_gate)
     if out.x is not None:
         pairs = (d_gate, layer.w_gate), (d_up, layer.w_up)
         products = [product(d, weight) for d, weight in pairs if d is not None and weight is not None]
@@ -422,17 +411,17 @@ def overflow(
     counters: View,
     *,
     accumulate: bool = False,
-    of_gate: View | None = None,
     sums: View | None = None,
 ) -> None:
     """Launch the kernel that does a pass densely if there are more non-zeros than ``capacity``; w_down is [N, K].
 
     Without dy it is forward, ``out`` has y in place of dx, and ``sums`` [token tiles, ``geometry.training_sums``] are
-    those of |h|. Backward fills ``out`` and ``of_gate``, and takes dl1 [1]. ``aside`` is ``room_aside`` for n terms; in
+    those of |h|. Backward fills ``out``, and takes dl1 [1]. ``aside`` is ``room_aside`` for n terms; in
     backward for m, too, and 2n of a layer with an up projection. ``counters``: ``geometry.OVERFLOW_COUNTERS`` of int32,
     zero when the kernel begins.
     """
-    dy, dl1, (x, w_gate, w_up, _, *biases), kept, activation, gate = given
+    dy, dl1, layer, kept, activation = given
+    x, w_gate, w_up, _, *biases, gate = layer
     (n, k), dtype, gated = w_down.shape, w_down.dtype, int(w_up is not None)
     # any matrix of their shape stands for operands that there are not
     tokens = next(t for t in (x, dy, out.x) if t is not None)
@@ -460,23 +449,21 @@ def overflow(
         *(or_none(t, 0, k, dtype=torch.float32) for t in totals),
         int(accumulate),
         *(or_none(sums, 0, 0, dtype=torch.float32), p.scratch(torch.float32, lines, 2 * n)),
-        *(*(or_none(b, 0) for b in d_biases), aside, counters, or_none(gate, 0, n), or_none(of_gate, 0, n)),
+        *(*(or_none(b, 0) for b in d_biases), aside, counters, or_none(gate, 0, n), or_none(out.gate, 0, n)),
         p.multiprocessors,
     )
 
 
-def launches(
-    p: Program, given: Backward, out: Gradients, accumulate: bool, of_gate: View | None = None, first: int = 0
-) -> None:
+def launches(p: Program, given: Backward, out: Gradients, accumulate: bool, first: int = 0) -> None:
     """Launch backward, which fills the gradients of ``out``, those of weights and biases all or none.
 
-    Gradients of weights have rows that kernels can write. They are added to if ``accumulate``, in float32. ``of_gate``
-    [M, N]: the gradient of a given gate, zero before. Of weights the columns from ``first`` on are filled, or more.
+    Gradients of weights have rows that kernels can write. They are added to if ``accumulate``, in float32. That
+    of a given gate [M, N] is zero before. Of weights the columns from ``first`` on are filled, or more.
     """
     weight_grad = out.w_down is not None
-    if out.x is None and of_gate is None and not weight_grad:
+    if out.x is None and out.gate is None and not weight_grad:
         return
-    dy, dl1, layer, tensor, activation, gate = given
+    dy, dl1, layer, tensor, activation = given
     x, w_gate, w_up = layer[:3]
     (m, k), n, dtype, gated = dy.shape, layer.w_down.shape[1], dy.dtype, w_up is not None
     capacity, family = capacity_of(dy, n, gated, tensor), tuning.family(p.index)
@@ -492,8 +479,8 @@ def launches(
     d_up = p.scratch(torch.int32, capacity) if gated else None
     by_entry = (up, dl1, d_gate, d_up, activation.code())
     p.launch(tuning.sampled_grad(dtype, gated, family=family), dy, w_down, *pattern, *by_entry, p.multiprocessors)
-    if of_gate is not None:
-        p.launch(specs.ScatterSpec(), d_gate, *pattern, of_gate.cast(torch.int16), capacity)
+    if out.gate is not None:
+        p.launch(specs.ScatterSpec(), d_gate, *pattern, out.gate.cast(torch.int16), capacity)
     if out.x is not None:
         # the rounded ones of two values in each word
         rounded = (None if d is None else d._replace(dtype=dtype, strides=(2,)) for d in (d_gate, d_up))
@@ -506,7 +493,7 @@ def launches(
     if not weight_grad:
         aside = room_aside(p, dtype, 2 * n if gated else n)
         counters = p.cleared(torch.int32, geometry.OVERFLOW_COUNTERS)
-        overflow(p, given, w_down, capacity, out, aside, counters, accumulate=accumulate, of_gate=of_gate)
+        overflow(p, given, w_down, capacity, out, aside, counters, accumulate=accumulate)
         return
 
     order, slot = p.scratch(torch.int32, n), p.scratch(torch.int32, n)
@@ -535,7 +522,7 @@ def launches(
     aside = room_aside(p, dtype, max(m, 2 * n if gated else n))
     # the gradients are stored, or added to fp32 sums; the others are empty
     tokens_of = dy if x is None else x
-    if gate is not None:
+    if layer.gate is not None:
         # the kernel computes it with that of w_up
         out = out._replace(w_gate=p.scratch(dtype, n, k))
     wanted = [None if w is None else w.from_column(first) for w in out[1:4]]
@@ -547,7 +534,7 @@ def launches(
     operands = (tokens_of.from_column(first), dy.from_column(first), order, sizes, tiles, starts, packed, tokens)
     p.launch(tuning.weight_grad(dtype, gated, family=family), *operands, *gradients, capacity, p.multiprocessors)
     counters = arrivals.part(units * geometry.UNIT_WARPS, arrivals.shape[0])
-    overflow(p, given, w_down, capacity, out, aside, counters, accumulate=accumulate, of_gate=of_gate)
+    overflow(p, given, w_down, capacity, out, aside, counters, accumulate=accumulate)
 
 
 def up_view(entries: View, capacity: int, dtype: torch.dtype) -> View:

@@ -24,16 +24,17 @@ from twell._runtime.program import Program, View
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
 from twell.ops.library import ACTIVATION, Implementation, check_matrix, flat, laid, register, rows
-from twell.ops.operands import Gradients, Operands, Views, run
+from twell.ops.operands import Gradients, Layer, Views, run
 from twell.ops.slices import Added, is_sliced
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
+def outputs(layer: Layer, input_grad: bool, weight_grad: bool) -> Gradients:
     """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
-    wanted = (input_grad, *(weight_grad and operand is not None for operand in layer[1:]))
-    gradients = (layer.w_down.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
+    operands = layer[:6]
+    wanted = (input_grad, *(weight_grad and operand is not None for operand in operands[1:]))
+    gradients = (layer.w_down.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, operands))
     found = Gradients(*gradients)
     # thresholds behind the biases have no gradient
     return found if found.b_gate is None else found._replace(b_gate=torch.zeros_like(found.b_gate))
@@ -41,7 +42,8 @@ def outputs(layer: Operands, input_grad: bool, weight_grad: bool) -> Gradients:
 
 def present(gradients: Gradients, like: Tensor) -> Outputs:
     """``gradients`` as an operator returns them: an empty [0] for each None."""
-    dx, dw_gate, dw_up, dw_down, db_gate, db_up = (like.new_empty(0) if g is None else g for g in gradients[:-1])
+    own = gradients if gradients.gate is None else gradients._replace(w_gate=gradients.gate)
+    dx, dw_gate, dw_up, dw_down, db_gate, db_up = (like.new_empty(0) if g is None else g for g in own[:6])
     return dx, dw_gate, dw_up, dw_down, db_gate, db_up
 
 
@@ -58,7 +60,7 @@ def backward_first(implementation: Implementation) -> Implementation:
     def ungrouped(*arguments: Any) -> Any:
         dy, dl1, *operands, kept = arguments[:9]
         *others, name, threshold = arguments[9:]
-        layer = Operands(*operands)
+        layer = Layer(*operands)
         activation = activation_of(name, threshold, layer.w_up is not None, top_k=layer.w_gate is not None)
         return implementation(Backward(dy, dl1, layer, kept, activation), *others)
 
@@ -73,13 +75,14 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
 
         @backward_first
         def of(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
-            layer, given = given.layer, given._replace(gate=gate)
+            layer = given.layer._replace(gate=gate)
+            given = given._replace(layer=layer)
             given.activation.level(layer.w_down.dtype)
             hybrid.check_backward(given)
             hybrid.check_first(first, layer.w_down.shape[1])
             gradients = outputs(layer, input_grad, weight_grad)
             if gate_grad and gate is not None:
-                gradients = gradients._replace(w_gate=torch.zeros_like(gate, memory_format=torch.contiguous_format))
+                gradients = gradients._replace(gate=torch.zeros_like(gate, memory_format=torch.contiguous_format))
             by_slices(implementation, given, gradients, first)
             return present(gradients, layer.w_down)
 
@@ -91,7 +94,7 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
 def by_slices(implementation: Callable[..., None], given: Backward, gradients: Gradients, *how: Any) -> None:
     """Fill the gradients by an ``implementation`` for one slice of the neurons."""
     layer = given.layer
-    if given.gate is not None or not is_sliced(n := len(layer.w_gate)):
+    if layer.gate is not None or not is_sliced(n := len(layer.w_gate)):
         implementation(given, gradients, *how)
         return
     dx = None if gradients.x is None else Added(gradients.x)
@@ -106,10 +109,7 @@ def by_slices(implementation: Callable[..., None], given: Backward, gradients: G
 
 
 def _cpu(given: Backward, gradients: Gradients, first: int) -> None:
-    if given.gate is None:
-        hybrid.backward_cpu(given, gradients, False)
-    else:
-        hybrid.backward_cpu(given, gradients._replace(w_gate=None), False, gradients.w_gate)
+    hybrid.backward_cpu(given, gradients, False)
 
 
 @_filling
@@ -117,8 +117,7 @@ def _cuda(given: Backward, gradients: Gradients, first: int) -> None:
     if not given.dy.shape[0]:
         zero(gradients)
     elif any(gradient is not None for gradient in gradients):
-        # that of a given gate is zero as it is made
-        zero_columns(gradients if given.gate is None else gradients._replace(w_gate=None), first)
+        zero_columns(gradients, first)
         fill(given, gradients, first=first)
 
 
@@ -137,31 +136,24 @@ def zero(gradients: Gradients) -> None:
 
 def fill(given: Backward, gradients: Gradients, accumulate: bool = False, first: int = 0) -> None:
     """Launch what fills ``gradients``, of weights and biases all or none, or adds to those of weights."""
-    dy, dl1, layer, kept, activation, gate = given
-    check_matrix("x", layer.x if gate is None else gate)
-    layer = laid(layer._replace(w_down=layer.w_down.t()), gate)
-    tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *layer[:6], flat(kept), *gradients[:6]
-    run(build, tensors, activation, accumulate, first, gate is not None)
+    dy, dl1, layer, kept, activation = given
+    check_matrix("x", layer.tokens)
+    own = laid(layer._replace(w_down=layer.w_down.t(), b_down=None))
+    tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *own.unscaled, flat(kept), *gradients
+    run(build, tensors, activation, accumulate, first)
 
 
 def build(p: Program, *given: Any) -> None:
     """Describe the launches for dy, dl1, the layer without b_down, kept, and for each of the layer its gradient.
 
-    w_down is [K, N]; dy, x and its gradient may have leading dimensions. Activation, ``accumulate``, ``first`` and
-    whether a given gate stands at w_gate follow.
+    w_down is [K, N]; dy, x and its gradient may have leading dimensions. Activation, ``accumulate`` and ``first``
+    follow.
     """
-    dy, dl1, x, *others, kept = given[:9]
-    dx, *gradients = given[9:15]
-    layer = Views(None if x is None else x.matrix(), *[*others, None])
-    out, gate = Gradients(None if dx is None else dx.matrix(), *gradients), None
-    activation, accumulate, first, *behind = given[15:]
-    if any(behind):
-        gate, d_gate = layer.w_gate, out.w_gate
-        layer, out = layer._replace(w_gate=None), out._replace(w_gate=None)
-    else:
-        d_gate = None
-    own = Backward(dy.matrix(), dl1, layer, kept, activation, gate)
-    hybrid.launches(p, own, out, accumulate, d_gate, first)
+    (dy, dl1, x, *others), kept, (dx, *gradients) = given[:10], given[10], given[11:19]
+    layer = Views(None if x is None else x.matrix(), *others)
+    out = Gradients(None if dx is None else dx.matrix(), *gradients)
+    activation, accumulate, first = given[19:]
+    hybrid.launches(p, Backward(dy.matrix(), dl1, layer, kept, activation), out, accumulate, first)
 
 
 def transpose(p: Program, matrix: View, out: View) -> None:

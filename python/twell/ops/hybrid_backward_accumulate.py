@@ -18,10 +18,10 @@ from twell.ops import hybrid
 from twell.ops.hybrid import Backward
 from twell.ops.hybrid_backward import BACKWARD, backward_first, by_slices, fill, present, zero
 from twell.ops.library import ACTIVATION, Implementation, check, has_rows, register
-from twell.ops.operands import Gradients, Mains, Operands
+from twell.ops.operands import Gradients, Layer, Mains
 
 
-def outputs(layer: Operands, mains: Mains, input_grad: bool) -> Gradients:
+def outputs(layer: Layer, mains: Mains, input_grad: bool) -> Gradients:
     """Uninitialised dx [M, K], db_gate and db_up [N] of x's dtype; None where none is wanted."""
     x = layer.x
     if (mains.w_up is None) != (layer.w_up is None):

@@ -40,19 +40,19 @@ from twell.ops.library import (
     new,
     register,
 )
-from twell.ops.operands import Form, Gradients, Layer, Operands, Views, has_thresholds, opened
+from twell.ops.operands import Form, Gradients, Layer, Views, has_thresholds, opened
 from twell.ops.pack import pack_gate, shapes, stats_shape
 from twell.ops.slices import Added, is_sliced, require_sliceable
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def outputs(layer: Operands, gate: Tensor | None, held: int) -> Outputs:
+def outputs(layer: Layer, held: int) -> Outputs:
     """Uninitialised y [M, K] of x's dtype, l1 (0-d, float32 or float64), nonzeros (0-d, int64) and kept (int32)."""
-    tokens, (n, k) = layer.x if gate is None else gate, layer.w_down.shape
+    tokens, (n, k) = layer.tokens, layer.w_down.shape
     l1 = tokens.new_empty((), dtype=hybrid.accumulator(tokens.dtype))
     nonzeros = tokens.new_empty((), dtype=torch.int64)
-    words = hybrid.words if gate is None else hybrid.words_of_slice
+    words = hybrid.words if layer.gate is None else hybrid.words_of_slice
     kept = tokens.new_empty(words(tokens, n, layer.w_up is not None, held), dtype=torch.int32)
     return tokens.new_empty((tokens.shape[0], k)), l1, nonzeros, kept
 
@@ -61,20 +61,19 @@ def _grouped(implementation: Callable[..., Outputs]) -> Implementation:
     """The implementation as a function of the arguments of the schema."""
 
     def ungrouped(*arguments: Any) -> Outputs:
-        layer, (compression, held, name, threshold, screen, gate) = Operands(*arguments[:7]), arguments[7:]
+        layer, (compression, held, name, threshold, screen, gate) = Layer(*arguments[:7]), arguments[7:]
+        layer = layer._replace(gate=gate)
         activation = activation_of(name, threshold, layer.w_up is not None, top_k=gate is None)
-        return implementation(layer, gate, compression, held, activation, screen)
+        return implementation(layer, compression, held, activation, screen)
 
     return ungrouped
 
 
 @_grouped
-def _fake(
-    layer: Operands, gate: Tensor | None, compression: int, held: int, activation: Activation, screen: bool
-) -> Outputs:
-    if screen and gate is not None:
+def _fake(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
+    if screen and layer.gate is not None:
         raise ValueError("screen must be False with a given gate, got True")
-    check_operands(Layer(*layer, gate=gate), wide=not screen)
+    check_operands(layer, wide=not screen)
     activation.level(layer.w_down.dtype)
     geometry.words_per_tile(compression)
     require_sliceable(layer.w_down.shape[0], activation)
@@ -82,24 +81,24 @@ def _fake(
         raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
     if activation.k:
         hybrid.require_room(activation.k, len(layer.x), len(layer.w_down), held, screen)
-    return outputs(layer, gate, held)
+    return outputs(layer, held)
 
 
 def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
     """The implementation ``one`` for any number of neurons."""
 
-    def every(layer: Operands, gate: Tensor | None, *how: Any) -> Outputs:
+    def every(layer: Layer, *how: Any) -> Outputs:
         x, w_gate, w_up, *_ = layer
         compression, held, activation, screen = how
         # what does not fit is refused below
-        if gate is not None or w_gate is None or w_gate.dim() != 2 or not is_sliced(n := len(w_gate)):
-            return one(layer, gate, *how)
-        y, l1, nonzeros, kept = outputs(layer, None, held)
+        if w_gate is None or w_gate.dim() != 2 or not is_sliced(n := len(w_gate)):
+            return one(layer, *how)
+        y, l1, nonzeros, kept = outputs(layer, held)
         added = Added(y, layer.b_down)
         l1.zero_(), nonzeros.zero_()
         for first, last, own, room in hybrid.split(kept, x, n, w_up is not None):
             own_how = compression, room, activation, screen
-            y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), None, *own_how)
+            y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), *own_how)
             added.add(y_of_slice)
             l1 += of_l1
             nonzeros += of_nonzeros
@@ -112,12 +111,10 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
 @_grouped
 @_by_slices
-def _cpu(
-    layer: Operands, given: Tensor | None, compression: int, held: int, activation: Activation, screen: bool
-) -> Outputs:
-    y, l1, nonzeros, kept = _fake(*layer, compression, held, *activation, screen, given)
+def _cpu(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
+    y, l1, nonzeros, kept = _fake(*layer[:7], compression, held, *activation, screen, layer.gate)
     layer, activation = opened(layer, activation)
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, given = layer.unscaled
     hybrid.require_offsets(y.shape[0], w_down.shape[0])
     made = hybrid.project(x, w_gate, b_gate).to(y.dtype) if given is None else given
     gate = activation.after(made, inplace=given is None)
@@ -132,15 +129,13 @@ def _cpu(
 
 @_grouped
 @_by_slices
-def _cuda(
-    layer: Operands, gate: Tensor | None, compression: int, held: int, activation: Activation, screen: bool
-) -> Outputs:
-    check_operands(Layer(*layer, gate=gate))
-    if not (layer.x if gate is None else gate).shape[0]:
-        y, l1, nonzeros, kept = outputs(layer, gate, held)
+def _cuda(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
+    check_operands(layer)
+    if not layer.tokens.shape[0]:
+        y, l1, nonzeros, kept = outputs(layer, held)
         return y, l1.zero_(), nonzeros.zero_(), kept.zero_()
-    given = laid(layer._replace(w_down=layer.w_down.t()), gate)
-    forward = forward_of(Form.of(given), compression, held, activation, screen, True, gate is not None)
+    given = laid(layer._replace(w_down=layer.w_down.t())).unscaled
+    forward = forward_of(Form.of(given), compression, held, activation, screen, True)
     assert forward is not None
     found = forward(*given)
     assert found is not None
@@ -150,26 +145,17 @@ def _cuda(
 class Forward:
     """The operator on the current device, for plain tensors of one form: two programs.
 
-    Between them the packed gate, the largest tensor of the step, is given back, and y is allocated. If ``given``, the
-    gate before its activation [M, N] is in the place of w_gate, and without w_up there is no x.
+    Between them the packed gate, the largest tensor of the step, is given back, and y is allocated.
     """
 
-    __slots__ = ("_activation", "_figures", "_given", "_m", "_multiply", "_pack", "_raised", "kept", "y")
+    __slots__ = ("_activation", "_figures", "_m", "_multiply", "_pack", "_raised", "kept", "y")
 
     def __init__(
-        self,
-        form: Form,
-        compression: int,
-        held: int,
-        activation: Activation,
-        screen: bool,
-        totals: bool,
-        given: bool = False,
+        self, form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
     ) -> None:
-        self._given = given
         p, layer = _layer_of(form)
-        (k, n), gated = layer.w_down.shape, layer.w_up is not None
-        x = layer.w_gate if given else layer.x
+        (k, n), gated, given = layer.w_down.shape, layer.w_up is not None, layer.gate is not None
+        x: Any = layer.gate if given else layer.x
         m = x.shape[0]
         hybrid.require_offsets(m, n)
         hybrid.require_neurons(n, tuning.family(p.index), "training")
@@ -197,8 +183,8 @@ class Forward:
         self, p: Program, layer: Views, compression: int, capacity: int, activation: Activation, screen: bool
     ) -> Executable:
         """The gate, packed and then in the hybrid format."""
-        x, w_gate, w_up, w_down, b_gate, _, _ = layer
-        m, n, dtype = (w_gate if self._given else x).shape[0], w_down.shape[1], w_down.dtype
+        x, w_gate, w_up, w_down, b_gate, _, _, gate = layer
+        m, n, dtype = self._m, w_down.shape[1], w_down.dtype
         firing = p.operand(dtype, n) if self._raised else b_gate
         entries, neurons, chunks, sizes, popularity, counters = hybrid.parts(
             p.operand(torch.int32, *self.kept[0]), m, n
@@ -213,8 +199,8 @@ class Forward:
             screened.pack(p, x, w_gate, b_gate, bits, lists, packed, compression, activation)
             # the words hold places in these lists
             listed = (*lists, 1)
-        elif self._given:
-            pack_gate(p, w_gate, *packed, compression, activation)
+        elif gate is not None:
+            pack_gate(p, gate, *packed, compression, activation)
         else:
             pack(p, x, w_gate, b_gate, *packed, compression, activation)
         plain = 0 if w_up is not None else 1 + activation.code()
@@ -227,8 +213,8 @@ class Forward:
 
     def _multiplied(self, p: Program, layer: Views, capacity: int, activation: Activation) -> Executable:
         """The up projection at the non-zeros, and y."""
-        x, w_gate, w_up, w_down, _, b_up, b_down = layer
-        m, n, dtype = (w_gate if self._given else x).shape[0], w_down.shape[1], w_down.dtype
+        x, _, w_up, w_down, _, b_up, b_down, _ = layer
+        m, n, dtype = self._m, w_down.shape[1], w_down.dtype
         gated = w_up is not None
         family, code = tuning.family(p.index), activation.code()
         kept = hybrid.parts(p.operand(torch.int32, *self.kept[0]), m, n)
@@ -248,8 +234,6 @@ class Forward:
         bias, behind = bias_view(p, b_down, dtype), (y, aside, of_entries, capacity, p.multiprocessors)
         p.launch(tuning.gathered(dtype, int(gated), family=family), hidden, w_down, None, None, bias, *pattern, *behind)
         given = hybrid.Backward(None, None, layer, kept, activation)
-        if self._given:
-            given = given._replace(layer=layer._replace(w_gate=None), gate=w_gate)
         hybrid.overflow(p, given, w_down, capacity, Gradients(y), aside, kept.counters, sums=sums)
         return p.compiled()
 
@@ -265,13 +249,12 @@ class Forward:
         )
     )
     def __call__(self, *layer: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor] | None:
-        """y, l1, nonzeros and kept of ``Operands``; None, with nothing launched, for tensors of another form.
+        """y, l1, nonzeros and kept of a layer without scales; None, with nothing launched, for tensors of another form.
 
         Without totals l1 and nonzeros are None.
         """
         (x, w_gate), b_gate, given = layer[:2], layer[4], [t for t in layer if t is not None]
-        if self._given:
-            x = w_gate
+        x = layer[7] if x is None else x
         kept, figures = allocate(x, *self.kept), new(x, self._figures) if self._figures else []
         first: list[Any] = [screened.firing_bias(w_gate, b_gate, self._activation)] if self._raised else []
         if not self._pack.ran(*given, *first, kept, *figures):
@@ -294,14 +277,13 @@ def forward_of(
     activation: Activation,
     screen: bool,
     totals: bool,
-    given: bool = False,
 ) -> Forward | None:
     """The operator for layers of this form, x [..., K] and w_down [K, N]; None if it is more than two programs.
 
-    It is if kernels read only copies, or if the layer runs as slices. ``given``: see ``Forward``.
+    It is if kernels read only copies, or if the layer runs as slices.
     """
-    if given:
-        return Forward(form, compression, held, activation, screen, totals, True)
+    if form.places[7] is not None:
+        return Forward(form, compression, held, activation, screen, totals)
     shape, strides, _ = form.places[0]  # type: ignore[misc]
     if is_sliced(form.places[1][0][0]):  # type: ignore[index]
         return None

@@ -12,7 +12,7 @@ from twell import _modes, tuning
 from twell._runtime import device, geometry, nvtx, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import ALIGNMENT, Program, View, launch
-from twell.ops.operands import Layer, Operands, Scaled, Views
+from twell.ops.operands import Layer, Scaled, Views
 
 Implementation = Callable[..., Any]
 # a dtype and the lengths of the dimensions
@@ -202,17 +202,13 @@ def are_rows(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return strides[1] == 1 and strides[0] % STRIDE_MULTIPLE == 0 and strides[0] >= shape[1]
 
 
-def laid(layer: Operands, gate: Tensor | None = None) -> Operands:
-    """``layer``, its x [..., K] and w_down [K, N], with copies of the operands that kernels cannot read in place.
-
-    A given ``gate`` stands at w_gate.
-    """
-    x, w_gate, w_up, w_down, *biases = layer
-    up = None if w_up is None else rows(w_up)
-    down, first = readable_down(w_down), rows(w_gate if gate is None else gate)
-    # behind a gate alone there is none
-    own: Any = None if x is None else tokens(x)
-    return Operands(own, first, up, down, *map(laid_bias, biases))
+def laid(layer: Layer) -> Layer:
+    """``layer``, its x [..., K] and w_down [K, N], with copies of the operands that kernels cannot read in place."""
+    x, w_gate, w_up, w_down, *biases, gate = layer.unscaled
+    # behind a given gate alone there is no x
+    own = None if x is None else tokens(x)
+    first, up, given = (None if t is None else rows(t) for t in (w_gate, w_up, gate))
+    return Layer(own, first, up, readable_down(w_down), *map(laid_bias, biases))._replace(gate=given)
 
 
 def tokens(x: Tensor) -> Tensor:
@@ -343,11 +339,11 @@ def check_layer(
 
 def check_operands(layer: Layer, wide: bool = False) -> None:
     """Raise unless the operands of a layer without scales, or those behind a given gate and it, fit each other."""
-    x, w_gate, w_up, w_down, _, b_up, b_down, gate, *_ = layer
+    x, w_gate, w_up, w_down, _, b_up, b_down, gate = layer.unscaled
     if gate is None:
         if x is None or w_gate is None:
             raise ValueError("x and w_gate must be given without a gate, got None")
-        check_layer(*layer.operands, wide=wide)
+        check_layer(*layer[:7], wide=wide)
         return
     check_rank("gate", gate)
     for name in ("w_gate", "b_gate", *(("x", "b_up") if w_up is None else ())):

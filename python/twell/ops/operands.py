@@ -11,59 +11,16 @@ from torch import Tensor
 from twell._activation import Activation
 from twell._runtime.program import Executable, Program, View, kept
 
-# Names of the ``Operands`` among the arguments of ``sparse_ffn``.
+# Names of a ``Layer`` among the arguments of ``sparse_ffn``.
 _WITHOUT_GATE = ("x", "w_up", "", "w_down", "b_up", "", "b_down")
 
 
-class Operands(NamedTuple):
+class Layer(NamedTuple):
     """The operands of a layer: x [M, K], w_gate and w_up [N, K], w_down, b_gate and b_up [N], b_down [K].
 
     w_down is [K, N], as in nn.Linear, down to ``twell._autograd``, and [N, K] in the operators and kernels. A layer
     without a gate has no w_up: its up projection stands at w_gate, with its bias at b_gate. In the operators b_gate may
     be [2 N]: the biases, then a threshold for each neuron.
-    """
-
-    x: Tensor
-    w_gate: Tensor
-    w_up: Tensor | None
-    w_down: Tensor
-    b_gate: Tensor | None = None
-    b_up: Tensor | None = None
-    b_down: Tensor | None = None
-
-    @classmethod
-    def of(cls, given: Mapping[str, Tensor]) -> Operands:
-        """From the arguments of ``sparse_gated_ffn``, or of ``sparse_ffn``, by name."""
-        names: Any = cls._fields if "w_gate" in given else _WITHOUT_GATE
-        return cls(*(given.get(name) for name in names))  # type: ignore[arg-type]
-
-    def named(self, gated: bool) -> dict[str, Tensor | None]:
-        """Under the argument names of ``sparse_gated_ffn``, or of ``sparse_ffn``."""
-        names: Any = self._fields if gated else _WITHOUT_GATE
-        return {name: operand for name, operand in zip(names, self) if name}
-
-    def neurons(self, first: int, last: int, by_columns: bool = False) -> Operands:
-        """The layer of a slice of its neurons, without b_down; ``by_columns``: w_down is [K, N]."""
-        x, w_gate, w_up, w_down, b_gate, b_up, _ = self
-        n = len(w_gate)
-        if b_gate is not None and has_thresholds(b_gate, n):
-            b_gate = torch.cat([b_gate[first:last], b_gate[n + first : n + last]])
-        elif b_gate is not None:
-            b_gate = b_gate[first:last]
-        of_down = w_down[:, first:last] if by_columns else w_down[first:last]
-        w_up, b_up = (None if t is None else t[first:last] for t in (w_up, b_up))
-        return Operands(x, w_gate[first:last], w_up, of_down, b_gate, b_up)
-
-    def requires_grad(self) -> bool:
-        """Whether any of them does."""
-        for operand in self:
-            if operand is not None and operand.requires_grad:
-                return True
-        return False
-
-
-class Layer(NamedTuple):
-    """What ``ffn`` takes: the ``Operands``, or a given gate in place of the first projection, and scales.
 
     A given ``gate`` [M, N] stands before its activation, and there is neither w_gate nor b_gate; without w_up there is
     no x either. Weights in e4m3 have float32 scales of their rows, gate_scale and up_scale [N], and w_down of its
@@ -83,9 +40,24 @@ class Layer(NamedTuple):
     up_scale: Any = None
     down_scale: Any = None
 
+    @classmethod
+    def of(cls, given: Mapping[str, Tensor]) -> Layer:
+        """From the arguments of ``sparse_gated_ffn``, or of ``sparse_ffn``, by name."""
+        return cls(*map(given.get, cls._fields[:7] if "w_gate" in given else _WITHOUT_GATE))
+
+    def named(self, gated: bool) -> dict[str, Tensor | None]:
+        """Under the argument names of ``sparse_gated_ffn``, or of ``sparse_ffn``."""
+        return {name: operand for name, operand in zip(self._fields[:7] if gated else _WITHOUT_GATE, self) if name}
+
     @property
-    def operands(self) -> Operands:
-        return Operands(*self[:7])
+    def unscaled(self) -> tuple[Any, ...]:
+        """All but the scales."""
+        return self[:8]
+
+    @property
+    def tokens(self) -> Any:
+        """What has a row for each token: the gate, if it is given, or x."""
+        return self.x if self.gate is None else self.gate
 
     @property
     def scaled(self) -> bool:
@@ -96,9 +68,28 @@ class Layer(NamedTuple):
         """Whether it is of 16 bits, with a gate that it computes."""
         return self.gate is None and self.down_scale is None
 
+    def neurons(self, first: int, last: int, by_columns: bool = False) -> Layer:
+        """The layer of a slice of its neurons, without b_down; ``by_columns``: w_down is [K, N]."""
+        x, w_gate, w_up, w_down, b_gate, b_up = self[:6]
+        n = len(w_gate)
+        if b_gate is not None and has_thresholds(b_gate, n):
+            b_gate = torch.cat([b_gate[first:last], b_gate[n + first : n + last]])
+        elif b_gate is not None:
+            b_gate = b_gate[first:last]
+        of_down = w_down[:, first:last] if by_columns else w_down[first:last]
+        w_up, b_up = (None if t is None else t[first:last] for t in (w_up, b_up))
+        return Layer(x, w_gate[first:last], w_up, of_down, b_gate, b_up)
+
+    def requires_grad(self) -> bool:
+        """Whether any of them does."""
+        for operand in self:
+            if operand is not None and operand.requires_grad:
+                return True
+        return False
+
 
 class Gradients(NamedTuple):
-    """For each of the ``Operands`` its gradient, of its shape; None where none is wanted.
+    """For each operand of a ``Layer`` its gradient, of its shape; None where none is wanted.
 
     They are tensors, or views of a program, and then that of w_down is [N, K].
     """
@@ -110,6 +101,7 @@ class Gradients(NamedTuple):
     b_gate: Any = None
     b_up: Any = None
     b_down: Any = None
+    gate: Any = None
 
 
 class Mains(NamedTuple):
@@ -136,7 +128,7 @@ class PackedOperands(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The ``Operands`` of a layer in a program, w_down [K, N]; matrices may be ``Scaled``."""
+    """The operands of a ``Layer`` in a program, w_down [K, N]; matrices may be ``Scaled``."""
 
     x: Any
     w_gate: Any
@@ -145,6 +137,7 @@ class Views(NamedTuple):
     b_gate: View | None
     b_up: View | None
     b_down: View | None
+    gate: View | None = None
 
 
 class Scaled(NamedTuple):
@@ -185,7 +178,7 @@ def launched(matrix: View | Scaled | None, scaled: bool = False) -> tuple[View |
     return (None, None) if scaled else (matrix,)
 
 
-def opened(layer: Operands, activation: Activation) -> tuple[Operands, Activation]:
+def opened(layer: Layer, activation: Activation) -> tuple[Layer, Activation]:
     """A layer with its biases alone, and the activation with the thresholds that lay behind those of the gate."""
     b_gate = layer.b_gate
     if b_gate is None or not has_thresholds(b_gate, n := len(layer.w_gate)):

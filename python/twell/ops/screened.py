@@ -24,7 +24,7 @@ from twell._runtime import device, geometry, screen, specs
 from twell._runtime.program import Program, View
 from twell.ops import union
 from twell.ops.library import Shape, bias_view, laid_bias, on_device, rows
-from twell.ops.operands import Operands, Views, opened, run
+from twell.ops.operands import Layer, Views, opened, run
 from twell.strategy.site import Measurement, beside_captures
 
 QuantizedViews = tuple[View, View, View, View]
@@ -72,7 +72,7 @@ def firing_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> 
 
     The difference is rounded up to 16 bits, so no gate that fires is missed; docs/notes/screen.md has the argument.
     """
-    opened_layer, activation = opened(Operands(w_gate, w_gate, None, w_gate, bias), activation)
+    opened_layer, activation = opened(Layer(w_gate, w_gate, None, w_gate, bias), activation)
     bias, level = opened_layer.b_gate, activation.level(w_gate.dtype)
     if not isinstance(level, Tensor) and not level:
         return laid_bias(bias)
@@ -127,7 +127,7 @@ def _find_all(p: Program, x: View, w_gate: View, firing: View | None, candidates
     screen_rows(p, quantize(p, x, False), quantize(p, w_gate, True), bias_view(p, firing, x.dtype), candidates)
 
 
-def wanted(measurement: Measurement, layer: Operands, activation: Activation) -> Tensor | None:
+def wanted(measurement: Measurement, layer: Layer, activation: Activation) -> Tensor | None:
     """``count`` for x [..., K], of all slices, if the measurement wants it."""
     if not measurement.screen:
         return None
@@ -211,7 +211,7 @@ def launches(
     p: Program, layer: Views, firing: View | None, results: Sequence[View], compression: int, activation: Activation
 ) -> None:
     """Launch "union" on slices of the tokens, screened. ``firing`` is the bias of ``firing_bias``."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer
     *others, candidates = results
     bits = find(p, x, firing, quantize(p, w_gate, True))
     neurons = lists(p, x.shape[0], w_gate.shape[0]).neurons

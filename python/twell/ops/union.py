@@ -88,11 +88,9 @@ def by_slices(
         p.launch(tuning.gathered(down.dtype, 0, family=family), None, *rows, None, None, down_bias, *pattern, *out)
 
 
-def launches(
-    p: Program, layer: Views, gate: View | None, results: Sequence[View], compression: int, activation: Activation
-) -> None:
-    """Launch the layer on slices of its tokens; a ``gate`` [M, N] is given, before its activation, or computed."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer
+def launches(p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation) -> None:
+    """Launch the layer on slices of its tokens."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer
 
     def pack_slice(first: int, last: int, packed: Packed) -> None:
         if gate is None:
