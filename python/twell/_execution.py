@@ -126,9 +126,6 @@ def _sparse(
         return _by_choice(call, layer, route)
     layer, activation = _with_thresholds(layer, call.activation)
     call = call._replace(activation=activation)
-    if activation.k:
-        # room for the k of every token, and a gate that is computed whole
-        route = route._replace(held=0, screen=False)
     if call.training and layer.gate is None:
         return _train(call, layer, route, mains)
     flat = {

@@ -66,7 +66,7 @@ def admitted(
 ) -> Layer:
     """``layer_of`` with scales by rows, or TypeError, ValueError or NotImplementedError."""
     gate, up, down = (_record(name, argument, weight) for argument, weight in _named(weights))
-    if gate is None or down is None:
+    if gate is None or down is None or (up is None and name != "sparse_ffn"):
         raise TypeError(f"{name}: weights must be given, got None")
     if how.activation.moves:
         raise NotImplementedError(f"{name}: {_WHAT}: threshold must be a number, got a tensor")

@@ -403,7 +403,8 @@ def run_scaled(
 
     ``input_scale``: fp32 [1], by which all of a bfloat16 x is divided; else each token has its own.
     """
-    if not _modes.compiling() and all(type(w) is Float8 for w in weights if w is not None):
+    needed = weights if function is sparse_gated_ffn else weights[::2]
+    if not _modes.compiling() and all(type(weight) is Float8 for weight in needed):
         y = known(layer_of(x, weights, biases, input_scale), how)
         if y is not None:
             return y
@@ -501,6 +502,9 @@ def run(
         # few tokens of other layers have no kernel of their own
         one_pass = not (activation.k or gives) and choice is None and counts is None
         route = _chosen(layer, site, training, direct, one_pass, route)
+    if activation.k:
+        # room for the k of every token, and a gate that is computed whole
+        route = route._replace(held=0, screen=False)
     first = None
     if site is not None and (route.strategy == "auto" or route.measurement is not None):
         # the operators find the site by a weight that the caller holds

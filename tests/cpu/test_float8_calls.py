@@ -1,6 +1,7 @@
 """Calls on e4m3 weights without a GPU: the formula, what operands may be, the modules, and launches on a fake GPU."""
 
 import copy
+import functools
 import sys
 from typing import Any
 
@@ -163,6 +164,21 @@ def test_x_in_e4m3_of_any_shape() -> None:
     for scale in (flat.scale.view(2, 3), flat.scale.view(2, 3, 1)):
         given = Float8(flat.values.view(x.shape), scale)
         assert_same(twell.sparse_gated_ffn(given, gate, up, down, strategy="row"), right)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "row", "dense"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_graph_has_the_whole_layer(gated: bool, strategy: Any) -> None:
+    weights = [twell.quantize(torch.randn(shape)) for shape in ((256, 64), (256, 64), (64, 256))]
+    if not gated:
+        weights[0] = None  # type: ignore[call-overload]
+    mlp, x = twell.nn.Float8MLP(*weights, strategy=strategy), torch.randn(2, 5, 64).bfloat16()
+    function: Any = twell.sparse_gated_ffn if gated else twell.sparse_ffn
+    called = functools.partial(function, strategy=strategy)
+    for compute, given in ((mlp, (x,)), (called, (x, *(record for record in weights if record is not None)))):
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(compute, backend="eager", fullgraph=True)
+        assert_same(compiled(*given), compute(*given))
 
 
 def test_quantize_keeps_the_layout() -> None:

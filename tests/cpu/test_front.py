@@ -634,3 +634,31 @@ def test_what_asks_for_more_than_y_takes_the_long_way(gpu: FakeGpu, long: list[T
     with torch.autocast("cpu", BF16):
         assert twell.sparse_ffn(x, **given, strategy="union").shape == x.shape
     assert len(long) == 2 + len(more)
+
+
+@pytest.mark.usefixtures("chooses")
+@pytest.mark.parametrize("chosen", ["union", "union+screen"])
+def test_more_of_the_largest_have_room_whatever_a_site_measured(
+    chosen: str, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "decide", lambda *_: costs.Decision(chosen, "a test", {}))
+    monkeypatch.setattr(costs, "held", lambda *_: 8)
+    given, x, how = operands(False, False), tokens(200).requires_grad_(), twell.AutoStrategy()
+    for k in (4, 4, 4, 4, 16, 16, 16):
+        twell.sparse_ffn(x, **given, strategy=how, activation="topk", k=k)
+    (bucket,) = how._buckets.values()
+    assert bucket.held == 8
+
+
+def test_weights_in_e4m3_that_are_missing_are_refused(gpu: FakeGpu) -> None:
+    given, x = {name: twell.quantize(w) for name, w in operands(True, False).items()}, tokens(5)
+    functions: list[tuple[Any, tuple[str, ...]]] = [
+        (twell.sparse_gated_ffn, ("w_gate", "w_up", "w_down")),
+        (twell.sparse_ffn, ("w_up", "w_down")),
+    ]
+    for function, names in functions:
+        for name in names:
+            own: dict[str, Any] = {each: given[each] for each in names} | {name: None}
+            for _ in range(2):
+                with pytest.raises(TypeError, match="weights must be given, got None"):
+                    function(x, **own, strategy="row")

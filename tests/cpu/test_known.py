@@ -72,6 +72,17 @@ def test_kinds_differ_by_whatever_changes_what_runs(gpu: FakeGpu, long: Any) -> 
     assert any(given[5] is argument for argument in multiplied)
 
 
+def test_scales_without_a_down_scale_are_refused_of_known_kinds(gpu: FakeGpu, long: Any) -> None:
+    given = operands()
+    call(given), call(given)
+    assert len(long) == 1
+    for place in range(3):
+        scales: list[Any] = [None] * 4
+        scales[place] = torch.ones(1)
+        with pytest.raises(ValueError, match="must be None without down_scale"):
+            direct(*given, 8, "row", None, "relu", 0.0, False, False, None, *scales, True)
+
+
 def test_operands_that_lie_otherwise_take_the_long_way(gpu: FakeGpu, long: Any) -> None:
     given = operands()
     call(given, "row"), call(given, "row")

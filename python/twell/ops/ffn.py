@@ -291,7 +291,8 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
 
     def ffn(*arguments: Any) -> Tensor:
         y = None
-        if remembers and arguments[14] is arguments[18] is None and not _modes.stream_captures():
+        # neither a given gate nor a scale
+        if remembers and all(t is None for t in arguments[14:19]) and not _modes.stream_captures():
             x, w_gate, w_up, w_down, *biases = arguments[:7]
             y = calls.known((x, w_gate, w_up, w_down.t(), *biases), _how(arguments))
         return run(False, *arguments)[0] if y is None else y
