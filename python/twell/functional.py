@@ -439,9 +439,8 @@ def run(
     mains = Mains()
     if given.scaled:
         layer, training, plain = given, False, True
-        # the dispatcher makes real what has no memory
-        direct = not _modes.compiling() and is_direct(given.x)
-        direct = direct and all(t is None or _modes.is_in_memory(t) for t in given)
+        # the dispatcher makes others real, or records them
+        direct = _modes.eager([t for t in given if t is not None]) and is_direct(given.x)
     elif plain := not gives and admitted(given, gated):
         # the answers to all questions that the other branch asks
         layer = given
@@ -506,7 +505,7 @@ def run(
         # room for the k of every token, and a gate that is computed whole
         route = route._replace(held=0, screen=False)
     first = None
-    if site is not None and (route.strategy == "auto" or route.measurement is not None):
+    if site is not None and chosen:
         # the operators find the site by a weight that the caller holds
         first = given.w_gate if not gives else given.w_down if given.w_up is None else given.w_up
         if made is not None and made.held is not None:

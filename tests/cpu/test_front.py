@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -662,3 +663,36 @@ def test_weights_in_e4m3_that_are_missing_are_refused(gpu: FakeGpu) -> None:
             for _ in range(2):
                 with pytest.raises(TypeError, match="weights must be given, got None"):
                     function(x, **own, strategy="row")
+
+
+@pytest.mark.parametrize("strategy", ["row", "dense"])
+@pytest.mark.filterwarnings("ignore")
+def test_traces_and_fake_tensors_find_the_operator_of_e4m3_weights(strategy: str, gpu: FakeGpu) -> None:
+    """What the kernels write is in no trace, and fake tensors have no memory."""
+    given, x = {name: twell.quantize(w) for name, w in operands(True, False).items()}, tokens(5)
+
+    def compute(x: Tensor) -> Tensor:
+        return twell.sparse_gated_ffn(x, **given, strategy=strategy)  # type: ignore[arg-type]
+
+    compute(x), compute(x)
+    with fake_gpu.dispatched():
+        traced = torch.jit.trace(compute, (x,), check_trace=False)
+    assert "twell::ffn" in str(traced.graph)
+    gpu.clear()
+    mode = FakeTensorMode()
+    fakes = {name: twell.Float8(*map(mode.from_tensor, record)) for name, record in given.items()}
+    y = twell.sparse_gated_ffn(mode.from_tensor(x), **fakes, strategy=strategy)  # type: ignore[arg-type]
+    assert isinstance(y, FakeTensor)
+    assert not gpu.launches
+
+
+@pytest.mark.usefixtures("chooses")
+@pytest.mark.parametrize("float8", [False, True])
+def test_graphs_find_the_site_of_calls_that_measure_nothing(float8: bool, gpu: FakeGpu) -> None:
+    given: dict[str, Any] = operands(True, False)
+    if float8:
+        given = {name: twell.quantize(w) for name, w in given.items()}
+    how, weight = twell.AutoStrategy(), given["w_gate"].values if float8 else given["w_gate"]
+    # the host takes longer than one token, whatever the figures are
+    twell.sparse_gated_ffn(tokens(1), **given, strategy=how)
+    assert site.found(weight) is how
