@@ -617,6 +617,15 @@ def test_what_is_refused_is_refused_of_known_kinds(odd: str, gpu: FakeGpu, long:
         twell.sparse_gated_ffn(x, **wide, strategy="row")
 
 
+@pytest.mark.parametrize("strategy", ["row", "dense"])
+def test_operands_of_another_device_are_refused_of_known_kinds(strategy: str, gpu: FakeGpu) -> None:
+    given, x = operands(True, True), tokens(5)
+    for name, operand in given.items():
+        twell.sparse_gated_ffn(x, **given, strategy=strategy)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"{name} must be on cpu as x is, got meta"):
+            twell.sparse_gated_ffn(x, **given | {name: operand.to("meta")}, strategy=strategy)  # type: ignore[arg-type]
+
+
 def test_what_asks_for_more_than_y_takes_the_long_way(gpu: FakeGpu, long: list[Tensor]) -> None:
     given, x = operands(False, False), tokens(128)
     twell.sparse_ffn(x, **given, strategy="union"), twell.sparse_ffn(x, **given, strategy="union")

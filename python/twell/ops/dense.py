@@ -109,19 +109,15 @@ def as_torch(layer: Layer, between: Between, merged: bool = False) -> Run:
     merged: gate and up are one product where ``is_merged`` says so, of these tensors and of those of a call alike.
     """
     few, one = merged and _may_merge(layer), merged and is_merged(layer)
-    inner, dtype = layer.w_gate.shape, layer.x.dtype
+    inner, dtype, device = layer.w_gate.shape, layer.x.dtype, layer.x.device
     n, k = inner
-    outer = torch.Size((k, n))
+    shapes = inner, inner, torch.Size((k, n)), torch.Size((n,)), torch.Size((n,)), torch.Size((k,))
 
     def run(*operands: Any) -> Tensor | None:
-        _, w_gate, w_up, w_down, b_gate, b_up, b_down = operands
-        # no program compares these, and PyTorch would broadcast some that do not fit
-        if w_gate.shape != inner or w_gate.dtype is not dtype or w_down.shape != outer or w_down.dtype is not dtype:
-            return None
-        if w_up is not None and (w_up.shape != inner or w_up.dtype is not dtype):
-            return None
-        for bias, length in ((b_gate, n), (b_up, n), (b_down, k)):
-            if bias is not None and (bias.shape != (length,) or bias.dtype is not dtype):
+        _, w_gate, w_up, *_ = operands
+        # no program compares these, and PyTorch would take some that do not fit
+        for given, shape in zip(operands[1:], shapes):
+            if given is not None and (given.shape != shape or given.dtype is not dtype or given.device != device):
                 return None
         # another layer of these sizes, whose bits must not depend on which came first
         if few and w_up is not None and _are_one(w_gate, w_up) is not one:
