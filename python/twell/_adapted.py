@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import _modes, functional
-from twell._activation import activation_of
 from twell._admission import sharded
 from twell._columns import Matrix, Part, ReadFFN, beside, narrowed
 from twell._execution import Extra, Made
@@ -175,8 +174,8 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     first = gate or down
     # operators find the site by a weight that the layer holds
     held = None if first.dequantise else first.linear.weight
-    extra = Extra(Made(held, k if added and frozen else 0, lambda: layer._behind(*projected()), apply))
-    activation = activation_of(layer._activation, layer._threshold, layer._gated)
+    activation = layer._form()
+    extra = Extra(Made(held, k if added and frozen else 0, lambda: layer._behind(*projected(), activation), apply))
     how = How(activation, layer._site() or layer._strategy, False, layer._compression)
     function: Any = functional.sparse_gated_ffn if layer._gated else functional.sparse_ffn
     function, operands = functional.sparse_up_down if given else function, Layer(*(wide, *weights, *biases, of_gate))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from twell._activation import ActivationName, activation_of
+from twell import _modes
+from twell._activation import Activation, ActivationName, activation_of
 from twell._arguments import require_flag
 from twell._runtime import geometry
 from twell.functional import Strategy
@@ -18,7 +19,8 @@ from twell.strategy.site import AutoStrategy, Screen
 if TYPE_CHECKING:
     from torch import Tensor
 
-_lock = threading.Lock()
+# held from the check of a setting until it is taken, as the one may not go with another's new value
+_lock = threading.RLock()
 
 
 def name_of(strategy: Any) -> Any:
@@ -36,8 +38,9 @@ def setting(name: str) -> Any:
         return self.__dict__[kept]
 
     def put(self: Configured, value: Any) -> None:
-        self._require(name, value)
-        self._set(**{kept: value})
+        with _lock:
+            self._require(name, value)
+            self._set(**{kept: value})
 
     return property(get, put)
 
@@ -96,6 +99,10 @@ class Configured(nn.Module):
         """What calls ask by the settings."""
         activation = activation_of(self._activation, self._threshold, self._gated)
         return How(activation, self._site() or self._strategy, self._invariant, self._compression)
+
+    def _form(self) -> Activation:
+        """The activation that calls have, its name and threshold of one moment; a tensor's value is looked at."""
+        return self._asked().activation if _modes.compiling() else activation_of(*self._how.activation, self._gated)
 
     def _site(self) -> AutoStrategy | None:
         """The ``AutoStrategy`` that chooses; None if nothing is left to choose."""

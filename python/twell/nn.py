@@ -21,7 +21,7 @@ from twell import (
     _projections,
     functional,
 )
-from twell._activation import ActivationName, activation_of
+from twell._activation import Activation, ActivationName
 from twell._arguments import require, require_integer
 from twell._autoencoder import SparseAutoencoder as SparseAutoencoder
 from twell._execution import Aux
@@ -365,14 +365,12 @@ class SparseFFN(Configured):
 
     def _dense(self, gate: Any, up: Any, with_aux: bool) -> Any:
         """The result by calling the projections, of what those before the activation returned."""
-        y, hidden, gate = self._behind(gate, up)
-        if not with_aux:
-            return y
-        return y, _execution.dense_aux(hidden, gate, activation_of(self._activation, self._threshold, self._gated))
+        activation = self._form()
+        y, hidden, gate = self._behind(gate, up, activation)
+        return (y, _execution.dense_aux(hidden, gate, activation)) if with_aux else y
 
-    def _behind(self, gate: Any, up: Any) -> tuple[Any, Any, Any]:
+    def _behind(self, gate: Any, up: Any, activation: Activation) -> tuple[Any, Any, Any]:
         """y, the hidden state and the gate, of what the projections before the activation returned."""
-        activation = activation_of(self._activation, self._threshold, self._gated)
         gate = activation.after(gate)
         hidden = activation.hidden(gate, up)
         kept = hidden
