@@ -22,6 +22,16 @@ from twell.commands import tune
 from twell.commands.request import RequestError
 from twell.strategy import tables
 
+# Beside the layers of the table: pairs of the share that published models fire, and small training steps.
+MORE = [
+    *(
+        tune.Step(k, n, "non-gated", m, ("tenth", "wide", "dense"))
+        for k, n in ((768, 3072), (2048, 8192), (4096, 16384))
+        for m in (33, 64, 128, 256, 512, 1024, 4096)
+    ),
+    *(tune.Step(k, n, "training", m, ("topic", "uniform", "heavy")) for k, n in tune.SHAPES[:2] for m in (48, 128)),
+]
+
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all steps and return the data, which is also written to --out after each step."""
@@ -35,6 +45,8 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     chosen = arguments.shapes, arguments.kinds, arguments.m, arguments.patterns
     steps = tune.plan(*chosen, tables.in_use(device.torch_device))
+    if arguments.shapes is arguments.m is None:
+        steps += MORE
     found, options = 0, {"budget_s": arguments.budget_s, "seconds": arguments.seconds}
     for rows in tune.measure(steps, device, **options):
         found += 1
@@ -81,7 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shapes", nargs="+", type=tune.shape, metavar="KxN", help="default: the layers of twell.commands.tune")
     add("--m", nargs="+", type=int, metavar="TOKENS", help="any numbers of tokens (default: by kind)")
     add("--kinds", nargs="+", choices=tune.KINDS, default=list(tune.KINDS))
-    add("--patterns", nargs="+", choices=tune.PATTERNS, default=list(tune.PATTERNS))
+    add("--patterns", nargs="+", choices=tune.PATTERNS, default=list(tune.USUAL))
     add("--seconds", type=float, default=0.05, help="GPU time for the samples of one problem (default: %(default)s)")
     add("--budget-s", type=float, default=450.0, help="start no step after this many seconds (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the rows as JSON")

@@ -77,7 +77,10 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "wide topic": (1 / 44, {**_UNEVEN, "dead": 0.2, "rho": 0.5}),
     "wide": (1 / 19, {**_UNEVEN, "dead": 0.1, "rho": 0.3}),
     "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
+    "tenth": (1 / 10, {"neuron_sigma": 0.7, "token_sigma": 0.5}),
 }
+# those of which tables have times
+USUAL = tuple(name for name in PATTERNS if name != "tenth")
 # where nearly all neurons fire, sparse strategies lose with more tokens, and are slow to measure
 MOST_TOKENS_OF_DENSE = 64
 
@@ -136,6 +139,21 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
     listed = screened.count(problem.x[:whole], problem.w_gate, None) if screen and whole else None
     candidates = None if listed is None else int(listed.sum()) * geometry.TOKEN_TILE / (whole * n)
     return Figures(nonzeros / m, share, heaviest / min(m, costs.HEAVY_GROUP), candidates)
+
+
+def extremes_of(problem: FFN) -> dict[str, float]:
+    """What a model of cost may need beside the figures.
+
+    longest: the non-zeros of the token that has the most. unions: the mean share of the neurons that a tile of 128
+    tokens fires, or the fewer tokens of the last one.
+    """
+    longest, fired, tiles, n = 0, 0, 0, len(problem.w_gate)
+    for x in torch.split(problem.x, 16384):
+        active = F.relu(F.linear(x, problem.w_gate)) != 0
+        longest = max(longest, int(active.sum(1).max()))
+        for tile in torch.split(active, geometry.TOKEN_TILE):
+            fired, tiles = fired + int(tile.any(0).sum()), tiles + 1
+    return {"longest": longest, "unions": fired / max(tiles * n, 1)}
 
 
 class Layer:
@@ -256,7 +274,7 @@ def plan(
                 counts = tuple(tokens)
             for m in counts:
                 most = MOST_TOKENS_OF_DENSE if "training" not in kind else 0
-                chosen = tuple(pattern for pattern in patterns or PATTERNS if pattern != "dense" or m <= most)
+                chosen = tuple(pattern for pattern in patterns or USUAL if pattern != "dense" or m <= most)
                 step = Step(k, n, kind, m, chosen)
                 if chosen and not costs.in_one_pass(step.problem, table):
                     steps.append(step)
@@ -300,6 +318,7 @@ def measure_step(step: Step, problems: dict[str, FFN], device: timing.Device, se
     for pattern, drawn in problems.items():
         strategies = measured_strategies(problem, device)
         figures = figures_of(drawn, tables.SCREENED in strategies)
+        more = extremes_of(drawn)
         if problem.training and figures.nonzeros * step.m > geometry.hybrid_capacity(step.m, step.n):
             continue
         layer = Layer(drawn, problem.gated, problem.training, device)
@@ -308,7 +327,7 @@ def measure_step(step: Step, problems: dict[str, FFN], device: timing.Device, se
             first, dense = layer, layer.record("dense")
         recordings = {name: layer.record(name) for name in errors if name not in red}
         times = times_of({**recordings, "dense": dense}, seconds)
-        rows += rows_of(problem, pattern, figures, times, errors, red)
+        rows += [row | more for row in rows_of(problem, pattern, figures, times, errors, red)]
     return rows
 
 
