@@ -45,7 +45,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     chosen = arguments.shapes, arguments.kinds, arguments.m, arguments.patterns
     steps = tune.plan(*chosen, tables.in_use(device.torch_device))
-    if arguments.shapes is arguments.m is None:
+    if arguments.shapes is arguments.m is None and arguments.kinds == list(tune.KINDS):
         steps += MORE
     found, options = 0, {"budget_s": arguments.budget_s, "seconds": arguments.seconds}
     for rows in tune.measure(steps, device, **options):
@@ -93,7 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--shapes", nargs="+", type=tune.shape, metavar="KxN", help="default: the layers of twell.commands.tune")
     add("--m", nargs="+", type=int, metavar="TOKENS", help="any numbers of tokens (default: by kind)")
     add("--kinds", nargs="+", choices=tune.KINDS, default=list(tune.KINDS))
-    add("--patterns", nargs="+", choices=tune.PATTERNS, default=list(tune.USUAL))
+    add("--patterns", nargs="+", choices=tune.PATTERNS, help="default: all but one")
     add("--seconds", type=float, default=0.05, help="GPU time for the samples of one problem (default: %(default)s)")
     add("--budget-s", type=float, default=450.0, help="start no step after this many seconds (default: %(default)s)")
     add("--out", type=Path, metavar="FILE", help="write the rows as JSON")

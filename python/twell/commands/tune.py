@@ -79,8 +79,8 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
     "tenth": (1 / 10, {"neuron_sigma": 0.7, "token_sigma": 0.5}),
 }
-# those of which tables have times
-USUAL = tuple(name for name in PATTERNS if name != "tenth")
+# of which tables have no times
+ASIDE = "tenth"
 # where nearly all neurons fire, sparse strategies lose with more tokens, and are slow to measure
 MOST_TOKENS_OF_DENSE = 64
 
@@ -274,7 +274,8 @@ def plan(
                 counts = tuple(tokens)
             for m in counts:
                 most = MOST_TOKENS_OF_DENSE if "training" not in kind else 0
-                chosen = tuple(pattern for pattern in patterns or USUAL if pattern != "dense" or m <= most)
+                named = patterns or [pattern for pattern in PATTERNS if pattern != ASIDE]
+                chosen = tuple(pattern for pattern in named if pattern != "dense" or m <= most)
                 step = Step(k, n, kind, m, chosen)
                 if chosen and not costs.in_one_pass(step.problem, table):
                     steps.append(step)
