@@ -1,4 +1,4 @@
-"""Calls of the functions on e4m3 weights: checks of operands, and the operators with scales."""
+"""Calls of the functions on e4m3 weights: checks of operands."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _modes, ops
-from twell._activation import Activation
+from twell import _modes
 from twell._arguments import require_flag
 from twell._plain import behaves
-from twell.float8 import Float8, checked
+from twell.float8 import NO_BIASES, Float8, checked
 from twell.ops.calls import How
 from twell.ops.e4m3 import check_layer, layer_of
 from twell.ops.operands import Layer
@@ -64,48 +63,33 @@ def admitted(
     how: How,
     input_scale: Tensor | None = None,
 ) -> Layer:
-    """``layer_of`` with scales by rows, or TypeError, ValueError or NotImplementedError."""
-    gate, up, down = (_record(name, argument, weight) for argument, weight in _named(weights))
-    if gate is None or down is None or (up is None and name != "sparse_ffn"):
-        raise TypeError(f"{name}: weights must be given, got None")
+    """``scaled`` of a layer, whose operands fit each other."""
     if how.activation.moves:
         raise NotImplementedError(f"{name}: {_WHAT}: threshold must be a number, got a tensor")
     require_flag("fast_accum", how.fast)
-    if isinstance(x, Float8):
-        x = Float8(x.values, _tokens(name, x).scale.reshape(-1))
-    else:
-        x = _cast(name, x)
-    layer = layer_of(x, (gate, up, down), biases, input_scale)
-    _require_plain(name, layer.x, layer)
-    of_up = None if up is None else up.by_rows()
-    layer = layer._replace(gate_scale=gate.by_rows(), up_scale=of_up, down_scale=down.by_rows())
+    layer = scaled(name, x, weights, name != "sparse_ffn", biases, input_scale)
     check_layer(layer._replace(x=layer.x.reshape(-1, layer.x.shape[-1]), w_down=layer.w_down.t()))
     return layer
 
 
-def run_experts(
+def scaled(
     name: str,
-    x: Tensor | Float8,
+    x: Any,
     weights: Sequence[Any],
-    ids: Any,
-    of_router: Any,
-    activation: Activation,
-    strategy: str,
-    invariant: bool,
-    compression: int,
-) -> Tensor:
-    """As ``run``, of experts: weights have three dimensions, ids and the weights of the router are [..., k]."""
-    gate, up, down = (_record(name, argument, weight, 3) for argument, weight in _named(weights))
-    if gate is None or down is None:
+    gated: bool,
+    biases: Sequence[Tensor | None] = NO_BIASES,
+    input_scale: Tensor | None = None,
+    routes: Sequence[Tensor] = (),
+) -> Layer:
+    """``layer_of`` with scales by rows, of experts with ``routes``; or TypeError, ValueError or NotImplementedError."""
+    gate, up, down = (_record(name, argument, weight, 3 if routes else 2) for argument, weight in _named(weights))
+    if gate is None or down is None or (up is None and gated):
         raise TypeError(f"{name}: weights must be given, got None")
-    values, scale = (x.values, _tokens(name, x).scale.reshape(-1)) if isinstance(x, Float8) else (_cast(name, x), None)
-    _require_plain(name, values, [values, scale, *gate, *(() if up is None else up), *down, ids, of_router])
-    tokens, routes = values.reshape(-1, values.shape[-1]), ids.reshape(-1, ids.shape[-1])
-    of_up = (None, None) if up is None else (up.values, up.by_rows())
-    layer = tokens, gate.values, of_up[0], down.values.transpose(1, 2), routes, of_router.float().reshape(routes.shape)
-    how = compression, strategy, activation.name, activation.threshold, invariant, None, None
-    y: Tensor = ops.experts(*layer, *how, scale, gate.by_rows(), of_up[1], down.by_rows())
-    return y.view(values.shape)
+    x = Float8(x.values, _tokens(name, x).scale.reshape(-1)) if isinstance(x, Float8) else _cast(name, x)
+    layer = layer_of(x, (gate, up, down), biases, input_scale)
+    _require_plain(name, layer.x, [*layer, *routes])
+    of_up = None if up is None else up.by_rows()
+    return layer._replace(gate_scale=gate.by_rows(), up_scale=of_up, down_scale=down.by_rows())
 
 
 def _named(weights: Sequence[Any]) -> list[tuple[str, Any]]:
@@ -113,7 +97,7 @@ def _named(weights: Sequence[Any]) -> list[tuple[str, Any]]:
     return list(zip(names, weights))
 
 
-def _record(name: str, argument: str, weight: Any, dimensions: int = 2) -> Float8 | None:
+def _record(name: str, argument: str, weight: Any, dimensions: int) -> Float8 | None:
     """A weight's record with scales by rows."""
     if weight is None:
         return None

@@ -2,21 +2,22 @@
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from twell import _modes, ops
 from twell._activation import ActivationName, activation_of
 from twell._admission import needing_grad, require_alike, strided
 from twell._arguments import require, require_flag
-from twell._quantised import in_16_bits, is_quantised, of_blocks, records, run_experts
+from twell._quantised import in_16_bits, is_quantised, of_blocks, records, scaled
 from twell._runtime import geometry
 from twell.float8 import Float8
 from twell.ops.experts import Experts, dense, require_how
-from twell.ops.pairs import check_ids
+from twell.ops.operands import Layer
+from twell.ops.pairs import check_ids, check_routes
 from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
 _NAME = "sparse_experts"
+_SHARED = ("shared_up", "shared_down")
 
 
 def sparse_experts(
@@ -77,95 +78,86 @@ def sparse_experts(
         raise TypeError(f"{_NAME}: threshold must be a number, got a tensor")
     for name, operand in (("expert_ids", expert_ids), ("weights", weights)):
         require(f"{_NAME}: {name}", operand, Tensor, "a tensor")
-    if shared is not None:
-        require_shared(shared, w_gate)
-        if invariant:
-            instead = "twell.sparse_ffn(..., invariant=True) computes it beside"
-            raise NotImplementedError(f"{_NAME}: shared must be None with invariant=True; {instead}")
     matrices: Any = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
-    if is_quantised(x, matrices):
-        if shared is not None:
-            raise NotImplementedError(f"{_NAME}: shared goes with weights of 16 bits or wider, got e4m3")
-        matrices = records(_NAME, matrices)
-        if not of_blocks(matrices):
-            _check_routes(x.shape[:-1], w_up.shape[0], expert_ids, weights)
-            return run_experts(_NAME, x, matrices, expert_ids, weights, act, strategy, invariant, compression)
-        x, matrices = in_16_bits(_NAME, x, matrices)
-        w_gate, w_up, w_down = matrices if w_gate is not None else (None, matrices[0], matrices[2])
-    beside: Any = dict(zip(("shared_up", "shared_down"), shared or (None, None)))
-    given: Any = {"x": x, "w_gate": w_gate, "w_up": w_up, "w_down": w_down, **beside}
-    t = strided(_NAME, given, ("w_gate", *beside))
-    x, w_gate, w_up, w_down = t["x"], t.get("w_gate"), t["w_up"], t["w_down"]
-    _check(t, expert_ids, weights)
-    first, second = (w_up, None) if w_gate is None else (w_gate, w_up)
-    ids = expert_ids.reshape(-1, expert_ids.shape[-1])
-    layer = Experts(x.reshape(-1, x.shape[-1]), first, second, w_down.transpose(1, 2), ids, weights.reshape(ids.shape))
     if shared is not None:
-        layer = layer._replace(shared_up=t["shared_up"], shared_down=t["shared_down"].t())
-    needing = needing_grad({**t, "weights": weights})
-    plain = x.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
-    refusal = unpackable(Facts(_NAME, n=first.shape[1], k=x.shape[-1]), instead="")
-    if (refusal or not plain) and not invariant and strategy != "row":
-        return dense(layer, act).view(x.shape)
-    instead = "" if invariant else '; strategy="dense" takes it'
-    if not plain:
-        raise NotImplementedError(
-            f'{_NAME}: "row" takes bfloat16 and float16 without gradients and transforms, got {x.dtype}'
-            f"{' and operands that require grad' if needing else ''}{instead}"
-        )
-    if refusal:
-        raise refusal.kind(refusal.message + instead)
+        _require_shared(shared, w_gate, invariant, is_quantised(x, matrices))
+    matrices = records(_NAME, matrices)
+    if of_blocks(matrices):
+        x, matrices = in_16_bits(_NAME, x, matrices)
+    if is_quantised(x, matrices):
+        t = {}
+        operands = scaled(_NAME, x, matrices, w_gate is not None, routes=(expert_ids, weights))
+    else:
+        named = Layer(x, *matrices).named(w_gate is not None)
+        t = strided(_NAME, {**named, **dict(zip(_SHARED, shared or ()))}, Layer._fields[4:7])
+        _check(t)
+        operands = Layer.of(t)
+    tokens, first, second, down = operands[:4]
+    _check_routes(tokens, first.shape[0], expert_ids, weights)
+    ids = expert_ids.reshape(-1, expert_ids.shape[-1])
+    routes, beside = (
+        (ids, weights.reshape(ids.shape)),
+        (t["shared_up"], t["shared_down"].t()) if shared else (None, None),
+    )
+    flat = tokens.reshape(-1, tokens.shape[-1])
+    layer = Experts(flat, first, second, down.transpose(1, 2), *routes, *beside, *operands[8:])
+    if not layer.scaled:
+        needing = needing_grad({**t, "weights": weights})
+        plain = tokens.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
+        refusal = unpackable(Facts(_NAME, n=first.shape[1], k=tokens.shape[-1]), instead="")
+        if (refusal or not plain) and not invariant and strategy != "row":
+            return dense(layer, act).view(tokens.shape)
+        instead = "" if invariant else '; strategy="dense" takes it'
+        if not plain:
+            raise NotImplementedError(
+                f'{_NAME}: "row" takes bfloat16 and float16 without gradients and transforms, got {tokens.dtype}'
+                f"{' and operands that require grad' if needing else ''}{instead}"
+            )
+        if refusal:
+            raise refusal.kind(refusal.message + instead)
     layer = layer._replace(weights=layer.weights.float())
     y: Tensor = ops.experts(*layer[:6], compression, strategy, *act, invariant, *layer[6:])
-    return y.view(x.shape)
+    return y.view(tokens.shape)
 
 
-def require_shared(shared: object, w_gate: object) -> None:
+def _require_shared(shared: object, w_gate: object, invariant: bool, quantised: bool) -> None:
     """Raise unless ``shared`` is two tensors, of experts without a gate."""
     if not isinstance(shared, tuple) or len(shared) != 2 or not all(isinstance(each, Tensor) for each in shared):
         parts = [type(each).__name__ for each in shared] if isinstance(shared, (tuple, list)) else ""
         raise TypeError(f"{_NAME}: shared must be a tuple of two tensors, got {type(shared).__name__} {parts}".rstrip())
     if w_gate is not None:
         raise NotImplementedError(f"{_NAME}: shared goes with experts without a gate, got w_gate")
+    if invariant:
+        instead = "twell.sparse_ffn(..., invariant=True) computes it beside"
+        raise NotImplementedError(f"{_NAME}: shared must be None with invariant=True; {instead}")
+    if quantised:
+        raise NotImplementedError(f"{_NAME}: shared goes with weights of 16 bits or wider, got e4m3")
 
 
-def _check(t: dict[str, Tensor], expert_ids: Tensor, weights: Tensor) -> None:
+def _check(t: dict[str, Tensor]) -> None:
     """Raise unless the operands fit each other."""
     x, w_up = t["x"], t["w_up"]
     if not x.dim() or not x.shape[-1] or not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ValueError(f"{_NAME}: x must be [..., K] of at least 16-bit floats, got {x.dtype} {list(x.shape)}")
     if w_up.dim() != 3:
         raise ValueError(f"{_NAME}: w_up must be [E, N, K], got {list(w_up.shape)}")
-    (count, n, _), k = w_up.shape, x.shape[-1]
-    shapes = {"x": list(x.shape), "w_up": [count, n, k], "w_gate": [count, n, k], "w_down": [count, k, n]}
-    if "shared_up" in t:
-        for name in ("shared_up", "shared_down"):
-            if t[name].dim() != 2:
-                raise ValueError(f"{_NAME}: shared must be [S, {k}] and [{k}, S], got {name} {list(t[name].shape)}")
-        most = t["shared_up"].shape[0]
-        shapes |= {"shared_up": [most, k], "shared_down": [k, most]}
+    (count, n, _), k, most = w_up.shape, x.shape[-1], t.get("shared_up", x).shape[:1]
+    shapes = {"x": [*x.shape], "w_up": [count, n, k], "w_gate": [count, n, k], "w_down": [count, k, n]}
+    shapes |= {"shared_up": [*most, k], "shared_down": [k, *most]}
     for name, operand in t.items():
         if list(operand.shape) != shapes[name]:
             raise ValueError(f"{_NAME}: {name} must be {shapes[name]}, got {list(operand.shape)}")
-    _check_routes(x.shape[:-1], count, expert_ids, weights)
     require_alike(_NAME, t)
-    devices = {str(operand.device) for operand in (x, expert_ids, weights)}
-    if len(devices) > 1:
-        raise ValueError(f"{_NAME}: operands must be on one device, got {' and '.join(sorted(devices))}")
 
 
-def _check_routes(shape: torch.Size, count: int, expert_ids: Tensor, weights: Tensor) -> None:
-    """Raise unless ids and weights fit tokens of this shape and ``count`` experts."""
-    if not 0 < count <= geometry.MAX_EXPERTS:
-        raise ValueError(f"{_NAME}: expected 1 to {geometry.MAX_EXPERTS} experts, got {count}")
-    if expert_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{_NAME}: expert_ids must be int32 or int64, got {expert_ids.dtype}")
-    most, tokens = geometry.MAX_EXPERTS_OF_TOKEN, list(shape)
-    if list(expert_ids.shape[:-1]) != tokens or not expert_ids.dim() or not 0 < expert_ids.shape[-1] <= most:
-        wanted = f"[{', '.join(map(str, tokens))}, k] with k to {most}"
-        raise ValueError(f"{_NAME}: expert_ids must be {wanted}, got {list(expert_ids.shape)}")
+def _check_routes(x: Tensor, count: int, expert_ids: Tensor, weights: Tensor) -> None:
+    """Raise unless ids and weights fit the tokens and ``count`` experts."""
+    check_routes(f"{_NAME}: expert_ids", expert_ids, x.shape[:-1], count)
     if not weights.is_floating_point() or weights.shape != expert_ids.shape:
         expected = f"floating {list(expert_ids.shape)}"
         raise ValueError(f"{_NAME}: weights must be {expected}, got {weights.dtype} {list(weights.shape)}")
+    devices = {str(operand.device) for operand in (x, expert_ids, weights)}
+    if len(devices) > 1:
+        raise ValueError(f"{_NAME}: operands must be on one device, got {' and '.join(sorted(devices))}")
     if expert_ids.device.type == "cpu" and not _modes.tracing(0):
-        check_ids(expert_ids, count, f"{_NAME}: expert_ids")
+        check_ids(f"{_NAME}: expert_ids", expert_ids, count)

@@ -51,16 +51,17 @@ def launch_experts(
     w_down: View,
     ids: View,
     weights: View,
-    shared: tuple[View, View] | None,
+    shared_up: View | None,
+    shared_down: View | None,
     y: View,
     activation: Activation,
 ) -> None:
-    """The same of routed experts [E, N, K] without a gate; and of a ``shared`` layer beside."""
+    """The same of routed experts [E, N, K] without a gate; and of a shared layer beside."""
     spec = spec_of(p, x, "experts")
     sums, clusters = parts(p, spec)
     (first, first_step), (down, down_step) = all_rows(w_up), all_rows(w_down)
     nothing = View(first.base, first.offset, first.dtype, (0, x.shape[1]), first.strides)
-    beside = (nothing, nothing) if shared is None else shared
+    beside = nothing if shared_up is None else shared_up, nothing if shared_down is None else shared_down
     none, sizes = p.scratch(x.dtype, 0), (first_step, down_step, w_up.shape[1], w_up.shape[0])
     number = math.prod(ids.shape)
     words = View(ids.base, ids.offset, torch.int32, (number,), (ids.dtype.itemsize // 4,))

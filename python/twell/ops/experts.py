@@ -27,40 +27,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _modes, tuning
-from twell._activation import Activation, activation_of, threshold_pair
+from twell import _modes, float8, tuning
+from twell._activation import Activation, activation_of
 from twell._arguments import require_choice
 from twell._runtime import geometry, specs
-from twell._runtime.program import Program, View
-from twell.ops import decode, experts_e4m3, hybrid
-from twell.ops.e4m3 import require_no_scales
+from twell.float8 import E4M3, NO_BIASES, Float8
+from twell.ops import decode, e4m3, hybrid
 from twell.ops.gate_pack import gate_on_cpu
-from twell.ops.library import ACTIVATION, check, check_matrix, register, rows
+from twell.ops.library import ACTIVATION, check, check_matrix, check_rank, register, rows, transpose
 from twell.ops.operands import run
 from twell.ops.pairs import (
-    GROUPS,
+    SCALE_BYTES,
     add_up,
     aligned,
-    all_rows,
-    by_units,
     check_ids,
     check_routes,
-    hidden_states,
-    in_order,
     is_readable,
+    laid_tokens,
+    launches,
     order,
     slabs,
 )
 
 STRATEGIES = ("auto", "dense", "row")
+# The grouped products of PyTorch take fewer groups than this.
+_GROUPS = 1024
 
 
 class Experts(NamedTuple):
-    """x [T, K]; w_gate, w_up and w_down [E, N, K]; ids and weights [T, k]; shared_up and shared_down [S, K].
-
-    Without a gate there is no w_up, and the up projection stands at w_gate. Weights in e4m3 have scales [E, N] and, of
-    w_down, [E, K]; then x is e4m3 with x_scale [T], or bfloat16, with x_scale [1] if that is static.
-    """
+    """The operands of the schema."""
 
     x: Any
     w_gate: Any
@@ -75,43 +70,9 @@ class Experts(NamedTuple):
     up_scale: Any = None
     down_scale: Any = None
 
-
-def check_experts(given: Experts) -> None:
-    """Raise unless the operands fit each other."""
-    x, w_gate, w_up, w_down, ids, weights, *shared = given[:8]
-    check_matrix("x", x)
-    for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
-        if weight is not None and weight.dim() != 3:
-            raise ValueError(f"{name} must have three dimensions, got {list(weight.shape)}")
-    count, n, _ = w_gate.shape
-    for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
-        if weight is not None:
-            check(name, weight, (count, n, x.shape[1]), x.dtype)
-    if n % 8 or not 0 < n <= geometry.MAX_NEURONS:
-        raise ValueError(f"N must be a positive multiple of 8 up to {geometry.MAX_NEURONS}, got {n}")
-    check_routes(ids, weights, x.shape[0], count)
-    if (shared[0] is None) != (shared[1] is None) or (w_up is not None and shared[0] is not None):
-        raise ValueError("shared_up and shared_down must be given together, to experts without a gate")
-    if shared[0] is not None:
-        check_matrix("shared_up", shared[0])
-        for name, weight in zip(("shared_up", "shared_down"), shared):
-            check(name, weight, (shared[0].shape[0], x.shape[1]), x.dtype)
-
-
-def _fake(*arguments: Any) -> Tensor:
-    given, (compression, strategy, name, threshold, invariant) = _given(arguments)
-    require_how(strategy, invariant)
-    geometry.words_per_tile(compression)
-    scaled = given.down_scale is not None
-    dtype = torch.bfloat16 if scaled else given.x.dtype
-    activation_of(name, threshold, given.w_up is not None).level(dtype)
-    if scaled:
-        experts_e4m3.check(given, strategy, invariant)
-    else:
-        require_no_scales(given)
-        check_experts(given)
-    y: Tensor = given.x.new_empty(given.x.shape, dtype=dtype)
-    return y
+    @property
+    def scaled(self) -> bool:
+        return self.down_scale is not None
 
 
 def require_how(strategy: str, invariant: bool) -> None:
@@ -121,14 +82,63 @@ def require_how(strategy: str, invariant: bool) -> None:
         raise ValueError('strategy must be "auto" or "row" with invariant=True, got "dense"')
 
 
+def _fake(*arguments: Any) -> Tensor:
+    given, (compression, strategy, name, threshold, invariant) = _given(arguments)
+    require_how(strategy, invariant)
+    geometry.words_per_tile(compression)
+    dtype = torch.bfloat16 if given.scaled else given.x.dtype
+    activation_of(name, threshold, given.w_up is not None).level(dtype)
+    _check(given, strategy, invariant)
+    y: Tensor = given.x.new_empty(given.x.shape, dtype=dtype)
+    return y
+
+
+def _check(given: Experts, strategy: str, invariant: bool) -> None:
+    """Raise unless the operands fit each other and a call may be asked to run so."""
+    x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down, *_ = given
+    (check_rank if given.scaled else check_matrix)("x", x)
+    matrices = [("w_gate", w_gate), *([] if w_up is None else [("w_up", w_up)]), ("w_down", w_down)]
+    for name, weight in matrices:
+        if weight.dim() != 3:
+            raise ValueError(f"{name} must have three dimensions, got {list(weight.shape)}")
+    (count, n, _), (t, k), shared = w_gate.shape, x.shape, shared_up is not None or shared_down is not None
+    if given.scaled:
+        if invariant:
+            raise NotImplementedError("experts of e4m3 weights have no invariant form, got invariant=True")
+        if shared:
+            raise NotImplementedError("experts of e4m3 weights take no shared layer, got one")
+        if given.gate_scale is None:
+            raise ValueError("gate_scale must be given with down_scale, got None")
+        most_k, most_n = specs.K_CLASSES[-1], geometry.LONGEST_SUM["bfloat16"]
+        if n % 8 or k % e4m3.MULTIPLE or not 0 < n <= most_n or not 0 < k <= most_k:
+            limits = f"K a multiple of {e4m3.MULTIPLE} up to {most_k}, N one of 8 up to {most_n}"
+            raise ValueError(f"experts of e4m3 weights must have {limits}, got K = {k}, N = {n}")
+        e4m3.check_scaled(given)
+        if strategy == "row" and w_up is not None:
+            raise NotImplementedError('"row" takes experts of e4m3 weights without a gate, got one; "dense" takes them')
+    else:
+        e4m3.require_no_scales(given)
+        for name, weight in matrices:
+            check(name, weight, (count, n, k), x.dtype)
+        if n % 8 or not 0 < n <= geometry.MAX_NEURONS:
+            raise ValueError(f"N must be a positive multiple of 8 up to {geometry.MAX_NEURONS}, got {n}")
+        if shared:
+            if shared_up is None or shared_down is None or w_up is not None:
+                raise ValueError("shared_up and shared_down must be given together, to experts without a gate")
+            check_matrix("shared_up", shared_up)
+            for name, weight in (("shared_up", shared_up), ("shared_down", shared_down)):
+                check(name, weight, (len(shared_up), k), x.dtype)
+    check_routes("ids", ids, (t,), count)
+    check("weights", weights, tuple(ids.shape), torch.float32)
+
+
 def _cpu(*arguments: Any) -> Tensor:
     y = _fake(*arguments)
     given, (_, strategy, name, threshold, invariant) = _given(arguments)
-    check_ids(given.ids, len(given.w_gate))
+    check_ids("ids", given.ids, len(given.w_gate))
     activation = activation_of(name, threshold)
-    if given.down_scale is not None:
-        y.copy_(experts_e4m3.sums(given, activation, strategy == "row"))
-        return y
+    if given.scaled:
+        return y.copy_(_sums_of_e4m3(given, activation, strategy == "row"))
     if strategy == "dense" or (strategy == "auto" and not invariant):
         return dense(given, activation)
     if not invariant and _in_one_pass(given, specs.SM90):
@@ -168,55 +178,68 @@ def _sums(given: Experts, activation: Activation, rounds: bool) -> Tensor:
     return y
 
 
+def _sums_of_e4m3(given: Experts, activation: Activation, by_row: bool) -> Tensor:
+    """The same of e4m3 weights by ``twell.float8``'s formula, or dense; a GPU is waited for. Autocast must be off."""
+    x, w_gate, w_up, w_down, ids, weights, *_, gate_scale, up_scale, down_scale = given
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    rows, scale = e4m3.tokens_of(x, given.x_scale)
+    matrices = (w_gate, gate_scale), (w_up, up_scale), (w_down.transpose(1, 2), down_scale)
+    for expert in ids[(ids >= 0) & (ids < len(w_gate))].unique().tolist():
+        tokens, slots = (ids == expert).nonzero(as_tuple=True)
+        own = Float8(rows.view(torch.uint8)[tokens].view(E4M3), scale[tokens])
+        layer: Any = [None if values is None else Float8(values[expert], of[expert]) for values, of in matrices]
+        if by_row:
+            made = float8.formula(own, *layer, activation=activation, dtype=torch.float32, rounded=True)
+        else:
+            made = e4m3.dense(e4m3.layer_of(own, layer, NO_BIASES), activation, True)[0].float()
+        y.index_add_(0, tokens, made * weights[tokens, slots, None])
+    return y
+
+
 def _cuda(*arguments: Any) -> Tensor:
     y = _fake(*arguments)
     given, (compression, strategy, name, threshold, invariant) = _given(arguments)
     activation = activation_of(name, threshold)
-    x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down, *_ = given
+    x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down, x_scale, gate_scale, _, down_scale = given
     if not x.numel():
         return y
-    if given.down_scale is not None:
-        return experts_e4m3.on_cuda(given, y, compression, strategy, activation)
     family = tuning.family(x.device.index)
-    one_pass = not invariant and _in_one_pass(given, family)
+    one_pass, waits = not invariant and _in_one_pass(given, family), family != specs.SM90 or not _never_waits(x, w_gate)
     if strategy == "auto" and not invariant:
-        few = one_pass or tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None)
+        few = one_pass or tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None, given.scaled)
         # weights in another layout would be copied; other dense products let the host wait
         readable = all(is_readable(weight) for weight in (w_gate, w_up, w_down) if weight is not None)
-        by_row = family == specs.SM90 and readable and (few or not _never_waits(x, len(w_gate)))
+        taken = family == specs.SM90 and readable and not (given.scaled and w_up is not None)
+        by_row = taken and (few or (waits and not given.scaled))
         strategy = "row" if by_row else "dense"
     if strategy == "dense":
-        if family != specs.SM90 or not _never_waits(x, len(w_gate)):
+        if not waits:
+            return _with_shared(_dense_on_hopper(given, activation, y), given, activation)
+        if not given.scaled:
             return dense(given, activation)
-        laid = given._replace(x=rows(x), ids=aligned(ids), weights=aligned(weights))
-        return _with_shared(_dense_on_hopper(laid, activation, y), given, activation)
+        with torch.autocast("cuda", enabled=False):
+            return y.copy_(_sums_of_e4m3(given, activation, False))
     if family != specs.SM90:
         raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
-    operands = rows(x), slabs(w_gate), slabs(w_down), aligned(ids), aligned(weights)
+    first, down, routes = slabs(w_gate), slabs(w_down), (aligned(ids), aligned(weights))
     if one_pass:
         shared = (None, None) if shared_up is None else (rows(shared_up), rows(shared_down))
-        run(_one_pass, (*operands, *shared, y), activation)
+        run(decode.launch_experts, (rows(x), first, down, *routes, *shared, y), activation)
         return y
-    run(launches, (*operands, None if w_up is None else slabs(w_up), y), compression, activation, invariant)
+    up = None if w_up is None else slabs(w_up)
+    of_first, of_down = (None if scale is None else aligned(scale) for scale in (gate_scale, down_scale))
+    operands = *laid_tokens(x, x_scale), first, of_first, up, down, of_down, *routes, y
+    run(launches, operands, compression, activation, invariant)
     return _with_shared(y, given, activation)
 
 
 def _in_one_pass(given: Experts, family: str) -> bool:
     """Whether one kernel computes all experts of these tokens, by tiles of neurons."""
-    if given.w_up is not None or (given.shared_up is not None and len(given.shared_up) > geometry.MAX_NEURONS):
+    if given.w_up is not None or given.scaled:
+        return False
+    if given.shared_up is not None and len(given.shared_up) > geometry.MAX_NEURONS:
         return False
     return tuning.decode(given.x.dtype, *given.x.shape, "experts", family) is not None
-
-
-def _overflows(dtype: torch.dtype, activation: Activation) -> bool:
-    """Whether hidden states are not rounded: the squares of float16 may exceed it."""
-    return dtype == torch.float16 and activation.name == "relu2"
-
-
-def _one_pass(p: Program, x: View, w_up: View, w_down: View, ids: View, weights: View, *rest: Any) -> None:
-    shared_up, shared_down, y, activation = rest
-    shared = None if shared_up is None else (shared_up, shared_down)
-    decode.launch_experts(p, x, w_up, w_down, ids, weights, shared, y, activation)
 
 
 def _with_shared(y: Tensor, given: Experts, activation: Activation) -> Tensor:
@@ -225,51 +248,6 @@ def _with_shared(y: Tensor, given: Experts, activation: Activation) -> Tensor:
         return y
     hidden = activation.hidden(activation.after(F.linear(given.x, given.shared_up)), None)
     return torch.addmm(y, hidden, given.shared_down)
-
-
-def launches(
-    p: Program,
-    x: View,
-    w_gate: View,
-    w_down: View,
-    ids: View,
-    weights: View,
-    w_up: View | None,
-    y: View,
-    compression: int,
-    activation: Activation,
-    invariant: bool,
-) -> None:
-    """Launch what fills ``y``: by the rows of each token or, of many tokens, by the union of rows of each unit."""
-    (t, k), (count, n, _), top = x.shape, w_gate.shape, ids.shape[1]
-    number, name = t * top, tuning.dtype_name(x.dtype)
-    by_union = tuning.by_union_of_experts(x.dtype, n, w_up is not None, invariant)
-    by_union = by_union and not _overflows(x.dtype, activation)
-    most = tuning.expert_tokens(number, count, invariant)
-    down = tuning.expert_down(x.dtype, k, w_up is not None)
-    first = 0 if by_union else geometry.TOKEN_COUNTERS + t * down.cluster
-    counters = p.scratch(torch.int32, first + t)
-    pairs = in_order(p, ids, x, count, most, counters)
-    width = geometry.words_per_tile(compression)
-    how = width, threshold_pair(activation, x.dtype), activation.code()
-    spec = specs.ExpertPackSpec(name, most)
-    if by_union:
-        hidden = hidden_states(p, spec, pairs, (pairs.rows,), (w_gate,), n, how)
-        by_units(p, pairs, hidden, most, specs.ExpertGatheredSpec(name, most), w_down, (), weights, y)
-        return
-    tiles = geometry.tiles(n)
-    words = p.scratch(torch.int32, number, tiles * width)
-    spill = p.scratch(x.dtype, number, tiles * geometry.TILE)
-    p.launch(spec, pairs.rows, w_gate, words, spill, pairs.units, pairs.total, p.scratch(x.dtype, 0, n), *how)
-    (up, up_rows), (second, down_rows) = (None, 0) if w_up is None else all_rows(w_up), all_rows(w_down)
-    # helpers add up the non-zeros of all tokens
-    shared = not invariant and number * n < 1 << 31
-    helpers = tuning.token_helpers(t, down, p.multiprocessors) if shared else 0
-    sums = p.scratch(torch.float32, 2 * helpers, k + 8)
-    layer = x if w_up is not None else None, words, spill, up, second, y, p.scratch(torch.float32, t), sums
-    own, heavy = counters.part(0, first), counters.part(first, first + t)
-    numbers = up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
-    p.launch(down, *layer, own, heavy, pairs.owners, pairs.places, weights, *numbers)
 
 
 # Grouped products
@@ -299,29 +277,54 @@ def dense(given: Experts, activation: Activation) -> Tensor:
     return _with_shared(y.to(x.dtype), given, activation)
 
 
-_grouped_mm: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
-
-
-def _never_waits(values: Tensor, experts: int) -> bool:
-    """Whether dense products of so many experts are one operator of PyTorch, without the host."""
-    return _grouped_mm is not None and experts < GROUPS and values.is_cuda and values.dtype == torch.bfloat16
-
-
 def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tensor:
     """The same without gradients: y, filled by one operator for each product and kernels around them."""
-    x, w_gate, w_up, w_down, ids, weights, *_ = given
-    places, ends = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (ids.numel(), len(w_gate)))
-    gathered = x.new_empty(ids.numel(), x.shape[1])
-    run(order, (x, ids, gathered, places, ends))
-    gate = activation.after(_grouped(gathered, w_gate.transpose(1, 2), ends), inplace=True)
-    up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends)
-    run(add_up, (_grouped(activation.hidden(gate, up), w_down, ends), places, weights, y))
+    x, w_gate, w_up, w_down, ids, weights, *_, gate_scale, up_scale, down_scale = given
+    (count, _, k), number, ids, weights = w_gate.shape, ids.numel(), aligned(ids), aligned(weights)
+    places, ends = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (number, count))
+    width, dtype = (k + SCALE_BYTES, torch.uint8) if given.scaled else (k, x.dtype)
+    gathered: Any = torch.empty(number, width, dtype=dtype, device=x.device)
+    run(order, (*laid_tokens(x, given.x_scale), ids, gathered, places, ends))
+    if given.scaled:
+        scale = gathered[:, k : k + 4].contiguous().view(torch.float32)[:, 0]
+        gathered, w_gate = Float8(gathered[:, :k].view(E4M3), scale), w_gate.contiguous()
+        w_up = None if w_up is None else w_up.contiguous()
+    gate = _grouped(gathered, w_gate.transpose(1, 2), ends, gate_scale)
+    up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends, up_scale)
+    if not given.scaled:
+        hidden: Any = activation.hidden(activation.after(gate, inplace=True), up)
+    else:
+        hidden = Float8(*e4m3.hidden_in_float8(gate, up, activation))
+        if w_down.stride(1) != 1:
+            # stored by rows of neurons, and read along neurons here
+            flat = w_down.contiguous().view(-1, k)
+            w_down = transpose(flat, flat.new_empty(k, len(flat))).view(k, count, -1).permute(1, 2, 0)
+    run(add_up, (_grouped(hidden, w_down, ends, down_scale), places, weights, y))
     return y
 
 
-def _grouped(values: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, C, D] -> [P, D]."""
-    if _never_waits(values, len(weights)):
+_grouped_mm: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
+
+
+def _never_waits(values: Tensor, weights: Tensor) -> bool:
+    """Whether a dense product of values and experts' weights is one operator of PyTorch, without the host."""
+    if len(weights) >= _GROUPS or not values.is_cuda:
+        return False
+    if weights.dtype == E4M3:
+        return weights.shape[1] % e4m3.MULTIPLE == 0
+    return _grouped_mm is not None and values.dtype == torch.bfloat16
+
+
+def _grouped(values: Any, weights: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
+    """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, C, D] -> [P, D].
+
+    ``scale`` [E, D]: of e4m3 weights, whose values are a record; the products are bfloat16.
+    """
+    if scale is not None:
+        how: Any = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        made: Tensor = torch._scaled_grouped_mm(values.values, weights, values.scale, scale.contiguous(), **how)
+        return made
+    if _never_waits(values, weights):
         # the operator wants aligned rows or columns
         pitch = max(weights.stride()[1:])
         aligned = pitch % 8 == 0 and weights.stride(0) % 8 == 0 and 1 in weights.stride()[1:]
