@@ -95,12 +95,9 @@ def sparse_experts(
     tokens, first, second, down = operands[:4]
     _check_routes(tokens, first.shape[0], expert_ids, weights)
     ids = expert_ids.reshape(-1, expert_ids.shape[-1])
-    routes, beside = (
-        (ids, weights.reshape(ids.shape)),
-        (t["shared_up"], t["shared_down"].t()) if shared else (None, None),
-    )
-    flat = tokens.reshape(-1, tokens.shape[-1])
-    layer = Experts(flat, first, second, down.transpose(1, 2), *routes, *beside, *operands[8:])
+    matrices = tokens.reshape(-1, tokens.shape[-1]), first, second, down.transpose(1, 2)
+    beside = (t["shared_up"], t["shared_down"].t()) if shared is not None else (None, None)
+    layer = Experts._make((*matrices, ids, weights.reshape(ids.shape), *beside, *operands[8:]))
     if not layer.scaled:
         needing = needing_grad({**t, "weights": weights})
         plain = tokens.dtype in PACKED_DTYPES and not needing and not _modes.transforming()

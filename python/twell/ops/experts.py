@@ -13,7 +13,7 @@ equally far apart.
 
 Weights in e4m3 have float32 scales: gate_scale and up_scale [E, N], down_scale [E, K]. Then x is e4m3 with x_scale [T],
 or bfloat16, which is quantised per token or by a static x_scale [1]; K is a multiple of 16, y is bfloat16, "row" takes
-no w_up, and nothing is invariant or shared.
+no w_up, and nothing is invariant or shared. The formula is that of ``twell.float8``, with rounded hidden states.
 
 ``compression`` is 2, 4 or 8, ``strategy`` "auto", "dense" or "row"; ``invariant`` goes with "auto"
 and "row". ``activation`` and ``threshold`` are the layer's. y is [T, K]. On a CPU "auto" is dense, and an id below -1
@@ -187,11 +187,12 @@ def _sums_of_e4m3(given: Experts, activation: Activation, by_row: bool) -> Tenso
     for expert in ids[(ids >= 0) & (ids < len(w_gate))].unique().tolist():
         tokens, slots = (ids == expert).nonzero(as_tuple=True)
         own = Float8(rows.view(torch.uint8)[tokens].view(E4M3), scale[tokens])
-        layer: Any = [None if values is None else Float8(values[expert], of[expert]) for values, of in matrices]
+        layer: Any = (None if values is None else Float8(values[expert], of[expert]) for values, of in matrices)
+        gate, up, down = layer
         if by_row:
-            made = float8.formula(own, *layer, activation=activation, dtype=torch.float32, rounded=True)
+            made = float8.formula(own, gate, up, down, NO_BIASES, activation, torch.float32, rounded=True)
         else:
-            made = e4m3.dense(e4m3.layer_of(own, layer, NO_BIASES), activation, True)[0].float()
+            made = e4m3.dense(e4m3.layer_of(own, (gate, up, down), NO_BIASES), activation, True)[0].float()
         y.index_add_(0, tokens, made * weights[tokens, slots, None])
     return y
 
@@ -204,14 +205,15 @@ def _cuda(*arguments: Any) -> Tensor:
     if not x.numel():
         return y
     family = tuning.family(x.device.index)
-    one_pass, waits = not invariant and _in_one_pass(given, family), family != specs.SM90 or not _never_waits(x, w_gate)
+    one_pass = not invariant and _in_one_pass(given, family)
+    waits = family != specs.SM90 or not _never_waits(x, w_gate)
     if strategy == "auto" and not invariant:
         few = one_pass or tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None, given.scaled)
         # weights in another layout would be copied; other dense products let the host wait
         readable = all(is_readable(weight) for weight in (w_gate, w_up, w_down) if weight is not None)
-        taken = family == specs.SM90 and readable and not (given.scaled and w_up is not None)
-        by_row = taken and (few or (waits and not given.scaled))
-        strategy = "row" if by_row else "dense"
+        # gated ones of e4m3 have no kernels
+        able = family == specs.SM90 and readable and (w_up is None or not given.scaled)
+        strategy = "row" if able and (few or (waits and not given.scaled)) else "dense"
     if strategy == "dense":
         if not waits:
             return _with_shared(_dense_on_hopper(given, activation, y), given, activation)
@@ -226,8 +228,7 @@ def _cuda(*arguments: Any) -> Tensor:
         shared = (None, None) if shared_up is None else (rows(shared_up), rows(shared_down))
         run(decode.launch_experts, (rows(x), first, down, *routes, *shared, y), activation)
         return y
-    up = None if w_up is None else slabs(w_up)
-    of_first, of_down = (None if scale is None else aligned(scale) for scale in (gate_scale, down_scale))
+    of_first, up, of_down = aligned(gate_scale), None if w_up is None else slabs(w_up), aligned(down_scale)
     operands = *laid_tokens(x, x_scale), first, of_first, up, down, of_down, *routes, y
     run(launches, operands, compression, activation, invariant)
     return _with_shared(y, given, activation)

@@ -40,10 +40,11 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
         raise ValueError(f"{name} must be from -1 to {count - 1}, got {int(ids[wrong][0])}")
 
 
-def aligned(small: Tensor) -> Tensor:
+def aligned(small: Tensor | None) -> Tensor | None:
     """A contiguous tensor at an aligned address; a copy of one that is not."""
-    small = small.contiguous()
-    return small if small.data_ptr() % ALIGNMENT == 0 else small.clone()
+    if small is None or (small.is_contiguous() and small.data_ptr() % ALIGNMENT == 0):
+        return small
+    return small.clone(memory_format=torch.contiguous_format)
 
 
 def slabs(weight: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ def all_rows(weights: View) -> tuple[View, int]:
 def laid_tokens(x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """x, and a static scale; rows in e4m3 as bytes [T, K + 16], the scale of each behind its values."""
     if x.dtype != E4M3 or x_scale is None:
-        return rows(x), None if x_scale is None else aligned(x_scale)
+        return rows(x), aligned(x_scale)
     k = x.shape[1]
     packed = torch.empty(len(x), k + SCALE_BYTES, dtype=torch.uint8, device=x.device)
     packed[:, :k] = x.view(torch.uint8)
