@@ -79,18 +79,19 @@ def sparse_experts(
     for name, operand in (("expert_ids", expert_ids), ("weights", weights)):
         require(f"{_NAME}: {name}", operand, Tensor, "a tensor")
     matrices: Any = (w_gate, w_up, w_down) if w_gate is not None else (w_up, None, w_down)
+    quantised = is_quantised(x, matrices)
     if shared is not None:
-        _require_shared(shared, w_gate, invariant, is_quantised(x, matrices))
-    matrices = records(_NAME, matrices)
-    if of_blocks(matrices):
+        _require_shared(shared, w_gate, invariant, quantised)
+    if quantised and of_blocks(matrices := records(_NAME, matrices)):
         x, matrices = in_16_bits(_NAME, x, matrices)
-    if is_quantised(x, matrices):
+        quantised = False
+    if quantised:
         t = {}
         operands = scaled(_NAME, x, matrices, w_gate is not None, routes=(expert_ids, weights))
     else:
         named = Layer(x, *matrices).named(w_gate is not None)
         t = strided(_NAME, {**named, **dict(zip(_SHARED, shared or ()))}, Layer._fields[4:7])
-        _check(t)
+        _check(t, expert_ids, weights)
         operands = Layer.of(t)
     tokens, first, second, down = operands[:4]
     _check_routes(tokens, first.shape[0], expert_ids, weights)
@@ -98,7 +99,7 @@ def sparse_experts(
     matrices = tokens.reshape(-1, tokens.shape[-1]), first, second, down.transpose(1, 2)
     beside = (t["shared_up"], t["shared_down"].t()) if shared is not None else (None, None)
     layer = Experts._make((*matrices, ids, weights.reshape(ids.shape), *beside, *operands[8:]))
-    if not layer.scaled:
+    if not quantised:
         needing = needing_grad({**t, "weights": weights})
         plain = tokens.dtype in PACKED_DTYPES and not needing and not _modes.transforming()
         refusal = unpackable(Facts(_NAME, n=first.shape[1], k=tokens.shape[-1]), instead="")
@@ -112,8 +113,7 @@ def sparse_experts(
             )
         if refusal:
             raise refusal.kind(refusal.message + instead)
-    layer = layer._replace(weights=layer.weights.float())
-    y: Tensor = ops.experts(*layer[:6], compression, strategy, *act, invariant, *layer[6:])
+    y: Tensor = ops.experts(*layer[:5], layer.weights.float(), compression, strategy, *act, invariant, *layer[6:])
     return y.view(tokens.shape)
 
 
@@ -131,7 +131,7 @@ def _require_shared(shared: object, w_gate: object, invariant: bool, quantised: 
         raise NotImplementedError(f"{_NAME}: shared goes with weights of 16 bits or wider, got e4m3")
 
 
-def _check(t: dict[str, Tensor]) -> None:
+def _check(t: dict[str, Tensor], *routes: Tensor) -> None:
     """Raise unless the operands fit each other."""
     x, w_up = t["x"], t["w_up"]
     if not x.dim() or not x.shape[-1] or not x.is_floating_point() or x.dtype.itemsize < 2:
@@ -145,6 +145,9 @@ def _check(t: dict[str, Tensor]) -> None:
         if list(operand.shape) != shapes[name]:
             raise ValueError(f"{_NAME}: {name} must be {shapes[name]}, got {list(operand.shape)}")
     require_alike(_NAME, t)
+    devices = {str(operand.device) for operand in (x, *routes)}
+    if len(devices) > 1:
+        raise ValueError(f"{_NAME}: operands must be on one device, got {' and '.join(sorted(devices))}")
 
 
 def _check_routes(x: Tensor, count: int, expert_ids: Tensor, weights: Tensor) -> None:
@@ -153,8 +156,5 @@ def _check_routes(x: Tensor, count: int, expert_ids: Tensor, weights: Tensor) ->
     if not weights.is_floating_point() or weights.shape != expert_ids.shape:
         expected = f"floating {list(expert_ids.shape)}"
         raise ValueError(f"{_NAME}: weights must be {expected}, got {weights.dtype} {list(weights.shape)}")
-    devices = {str(operand.device) for operand in (x, expert_ids, weights)}
-    if len(devices) > 1:
-        raise ValueError(f"{_NAME}: operands must be on one device, got {' and '.join(sorted(devices))}")
     if expert_ids.device.type == "cpu" and not _modes.tracing(0):
         check_ids(f"{_NAME}: expert_ids", expert_ids, count)

@@ -292,14 +292,14 @@ def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tenso
         w_up = None if w_up is None else w_up.contiguous()
     gate = _grouped(gathered, w_gate.transpose(1, 2), ends, gate_scale)
     up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends, up_scale)
-    if not given.scaled:
-        hidden: Any = activation.hidden(activation.after(gate, inplace=True), up)
-    else:
-        hidden = Float8(*e4m3.hidden_in_float8(gate, up, activation))
+    if given.scaled:
         if w_down.stride(1) != 1:
             # stored by rows of neurons, and read along neurons here
             flat = w_down.contiguous().view(-1, k)
             w_down = transpose(flat, flat.new_empty(k, len(flat))).view(k, count, -1).permute(1, 2, 0)
+        hidden: Any = Float8(*e4m3.hidden_in_float8(gate, up, activation))
+    else:
+        hidden = activation.hidden(activation.after(gate, inplace=True), up)
     run(add_up, (_grouped(hidden, w_down, ends, down_scale), places, weights, y))
     return y
 
