@@ -144,7 +144,8 @@ def launches(
         x = _quantised(p, x, x_scale, k)
     down = tuning.expert_down(dtype, k, w_up is not None)
     first = 0 if by_union else geometry.TOKEN_COUNTERS + t * down.cluster
-    counters, (owners, places) = p.scratch(torch.int32, first + t), (p.scratch(torch.int32, number) for _ in range(2))
+    counters = p.scratch(torch.int32, first + t)
+    owners, places = (p.scratch(torch.int32, number) for _ in range(2))
     routed = p.scratch(dtype, number, x.shape[1])
     listed = p.scratch(torch.int32, units, 4), p.scratch(torch.int32, 4)
     _in_order(p, ids, x, most, owners, places, routed, *listed, counters, p.scratch(torch.int32, count))
