@@ -106,6 +106,10 @@ def _static(scale: Tensor) -> Tensor:
     return made
 
 
+# projections' own names, which a subclass may define
+_NAMES = {"gate_proj", "up_proj", "down_proj"}
+
+
 class Float8MLP(Configured):
     """``twell.sparse_gated_ffn`` of e4m3 weights on bfloat16 x [..., hidden], or ``twell.sparse_ffn`` without a gate.
 
@@ -156,10 +160,23 @@ class Float8MLP(Configured):
         self._how = self._asked()
         self._names = tuple(names) if gate is not None else tuple(names[-2:])
         records = [record for record in (gate, up, down) if record is not None]
-        given = biases if gate is not None else biases[-2:]
+        given = tuple(biases) if gate is not None else tuple(biases[-2:])
+        taken = [name for name in self._names if name not in _NAMES and hasattr(type(self), name)]
+        if len(set(self._names)) != len(records) or taken:
+            raise ValueError(f"names must be {len(records)} names of their own for projections, got {list(names)}")
+        if len(given) != len(records) or (gate is None and len(biases) > 2 and biases[0] is not None):
+            raise ValueError(f"biases must be one or None for each of {', '.join(self._names)}, got {len(biases)}")
         for name, record, bias in zip(self._names, records, given):
+            if bias is not None and (bias.dtype, bias.shape) != (torch.bfloat16, record.shape[:1]):
+                got = f"{bias.dtype} {list(bias.shape)}"
+                raise ValueError(f"the bias of {name} must be torch.bfloat16 {list(record.shape[:1])}, got {got}")
             self._add(name, record, bias, record is down)
         self.register_buffer("input_scale", None if input_scale is None else _static(input_scale))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("activation", "threshold"):
+            raise AttributeError(f"{name} must stay {getattr(self, name)!r}, got {value!r}: make another Float8MLP")
+        super().__setattr__(name, _static(value) if name == "input_scale" and value is not None else value)
 
     def _add(self, name: str, record: Float8, bias: Tensor | None, is_down: bool) -> None:
         """Take a projection."""

@@ -207,6 +207,25 @@ def test_settings_are_checked_and_pickles_of_0_3_load() -> None:
         assert_same(made(X), layer(X))
 
 
+WRONG: dict[str, dict[str, Any]] = {
+    "names must be 3 names of their own": {"names": ("a", "a", "c")},
+    "names must be 3 names of their own for projections, got .'strategy'": {"names": ("strategy", "b", "c")},
+    "biases must be one or None for each of": {"biases": (None, None)},
+    "the bias of up_proj must be torch.bfloat16": {"biases": (None, torch.zeros(N), None)},
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_a_layer_is_made_of(said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        twell.nn.Float8MLP(*weights(), **WRONG[said])
+    layer = twell.nn.Float8MLP(*weights())
+    with pytest.raises(AttributeError, match="activation must stay 'relu', got 'relu2'"):
+        layer.activation = "relu2"
+    with pytest.raises(ValueError, match="input_scale must be finite and above 0, got -1"):
+        layer.input_scale = torch.tensor([-1.0])
+
+
 def test_explain() -> None:
     made = twell.quantize_(model())
     twell.nn.set_strategy(made[1], "row", invariant=True)

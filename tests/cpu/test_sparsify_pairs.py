@@ -153,6 +153,10 @@ def test_code_outside_of_a_square_pair_raises() -> None:
     block = sparse_square()[0]
     with pytest.raises(NotImplementedError, match="the very tensor that fc1 returns"):
         block.fc2(F.relu(block.fc1(torch.randn(3, K))))
+    with pytest.raises(NotImplementedError, match="changed in place in between"):
+        block.fc2(block.fc1(torch.randn(3, K)).add_(1))
+    with torch.inference_mode():
+        block.fc2(block.fc1(torch.randn(3, K)))
 
 
 def encoder() -> nn.Module:

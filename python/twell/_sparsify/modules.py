@@ -46,10 +46,11 @@ class SharedLinear(nn.Linear):
 
 
 class _HandedOn(threading.local):
-    """The last input of each ``DeferredUp`` in this thread, until its ``SparseDown`` takes it."""
+    """The last input of each ``DeferredUp`` in this thread, with its version, until its ``SparseDown`` takes it."""
 
     def __init__(self) -> None:
-        self.tensors: weakref.WeakKeyDictionary[DeferredUp, weakref.ref[Tensor]] = weakref.WeakKeyDictionary()
+        self.tensors: weakref.WeakKeyDictionary[DeferredUp, tuple[weakref.ref[Tensor], int]]
+        self.tensors = weakref.WeakKeyDictionary()
 
 
 _HANDED_ON = _HandedOn()
@@ -98,7 +99,7 @@ class DeferredUp(SharedLinear):
             self._require_unchanged()
         else:
             if isinstance(x, Tensor):
-                _HANDED_ON.tensors[self] = weakref.ref(x)
+                _HANDED_ON.tensors[self] = weakref.ref(x), _version(x)
             # some code that takes x for the hidden state works with any size, adapters among it
             self._require_place(DeferredUp)
             self._require_place(PairDown)
@@ -239,13 +240,18 @@ class PairDown(nn.Module):
         handed_on = _HANDED_ON.tensors.pop(up, None)
         if handed_on is None:
             # fc1 ran compiled or not at all, or another pair's did
-            if any(other() is x for other in _HANDED_ON.tensors.values()):
+            if any(other() is x for other, _ in _HANDED_ON.tensors.values()):
                 raise NotImplementedError(
                     "fc2 of a twell pair must be called after its own fc1, since it does the work of both, got the "
                     "input of another pair's fc1; tie or copy layers before sparsify_, or both of a pair together"
                 )
             up._require_place(DeferredUp)
-        elif handed_on() is x:
+        elif handed_on[0]() is x:
+            if handed_on[1] != _version(x):
+                raise NotImplementedError(
+                    "fc2 of a twell pair must be called on what fc1 returns, its input, got one that was changed in "
+                    "place in between: remove the hook that does so"
+                )
             # a wrapper around fc1 may exchange its weight for the time of its call
             up._require_place(DeferredUp)
         elif not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
@@ -423,6 +429,11 @@ def _hooks_of_others(module: nn.Module) -> list[Any]:
     return [*own, *(hook for hooks in HOOKS_OF_ALL for hook in hooks.values())]
 
 
+def _version(x: Tensor) -> int:
+    """How often a tensor was changed in place, as far as it is known."""
+    return 0 if x.is_inference() else x._version
+
+
 def _changed(module: nn.Module) -> bool:
     """Whether hooks or a replaced forward may exchange the module's input or output for another tensor."""
     return "forward" in vars(module) or bool(_hooks(module))
@@ -494,7 +505,7 @@ class HandOn(nn.Identity):
         if self.up.drops():
             activation = activation_of(self.down.activation, self.down.threshold, gated=False)
             return activation.hidden(activation.after(x, inplace=False), None)
-        if _modes.compiling() or all(other() is not x for other in _HANDED_ON.tensors.values()):
+        if _modes.compiling() or all(other() is not x for other, _ in _HANDED_ON.tensors.values()):
             bypassed = self.up._bypassed()
             if bypassed:
                 raise NotImplementedError(bypassed)
