@@ -32,7 +32,7 @@ from twell._settings import Configured, name_of, setting
 from twell.functional import Strategy
 from twell.ops.calls import How, known
 from twell.ops.operands import Layer
-from twell.strategy.explanation import Explanation
+from twell.strategy.explanation import Choice, Explanation
 from twell.strategy.plan import Facts, routed
 from twell.strategy.site import AutoStrategy, Screen, require_screen
 
@@ -513,7 +513,8 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     only where it may choose; on a CPU the non-zeros are those of ``aux``, where the last call recorded it.
     """
     if isinstance(layers, AutoStrategy):
-        return Explanation(tuple(layers.explain()))
+        none = Choice("", "any", "any", "", "auto", "no call has chosen yet: on a CPU all are dense")
+        return Explanation(tuple(layers.explain()) or (none,))
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows = [_explained.bypassed(name, other) or other.explain(name) for name, other in _other_layers(layers)]

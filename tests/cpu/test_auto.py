@@ -576,7 +576,8 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     assert twell.explain(model).rows == explained.rows
     assert model["first"]._auto._pending == pending != {}
     assert str(twell.explain(nn.Linear(2, 2))) == "no layers of twell"
-    assert not twell.explain(twell.AutoStrategy())
+    (row,) = twell.explain(twell.AutoStrategy())
+    assert (row.strategy, row.reason) == ("auto", "no call has chosen yet: on a CPU all are dense")
 
 
 def test_layers_that_are_alike_share_the_rows_of_a_narrow_table() -> None:
