@@ -24,8 +24,8 @@ SAFE_SHARE = 0.85
 WORST_CASE_PREMIUM = 1.25
 ASSUMED_DENSITY = 1 / 190
 # Tokens of CUDA graphs that are dense if nothing was measured before: sparse rows of a layer that is not sparse lose
-# much (at 64 tokens and 10 % of firing a step of a served 8B model took 2.6 times stock's). Fewer tokens take one pass,
-# which loses nothing, and more the bounded "union".
+# much: at 64 tokens, with 10 % of the neurons firing, a step of a served 8B model took 2.6 times stock's time (NVIDIA
+# H200, `engine_ten.json`). Fewer tokens take one pass, which loses little, and more the bounded "union".
 UNSURE_GRAPHS = range(specs.DECODE_TOKENS[-1] + 1, 513)
 # The largest share of neurons that fire for a token of which times in e4m3 are known (`float8.json`).
 FLOAT8_DENSITY = 0.0059
