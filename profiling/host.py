@@ -155,7 +155,9 @@ def chosen(layer: nn.Module | twell.AutoStrategy) -> str:
         layer = layer.site
     elif not isinstance(layer, SparseFFN) or layer.strategy != "auto":
         return ""
-    return next((row.strategy for row in explain(layer) if not row.graph), "dense")
+    rows = [row.strategy for row in explain(layer) if not row.graph]
+    # a site has chosen nothing on a CPU
+    return next((name for name in rows if name != "auto"), "dense")
 
 
 def recorded(device: Device, way: str, call: Call, count: int) -> Recording:
