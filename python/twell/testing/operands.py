@@ -314,7 +314,7 @@ def rounds_hidden(case: Case, device: torch.device) -> bool:
     if case.wants or case.strategy not in ("row", "row+invariant"):
         return True
     one_pass = case.kind in ("layer", "pair") and case.strategy == "row"
-    one_pass = one_pass and not (case.top or case.rank)
+    one_pass = one_pass and not (case.top or case.rank) and (case.fast or not case.scales)
     return one_pass and _in_one_pass(case, device, "gated" if case.first == "gate" else "plain")
 
 
