@@ -11,7 +11,7 @@ from typing import Any
 
 from profiling import host
 from profiling.draw.common import ResultError, Results, machine, markdown
-from twell.strategy.tables import SCREENED
+from twell.choose.rates import SCREENED
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")

@@ -13,8 +13,8 @@ import torch
 
 from profiling.draw.common import loads, machine, markdown
 from twell import _files
+from twell.choose import rates
 from twell.commands import tune
-from twell.strategy import costs, tables
 
 STRATEGIES = ("row", "union", "dense")
 # Weight of terms of 16 bits beside those of a pattern.
@@ -45,8 +45,8 @@ def fastest(case: Case, prefix: str) -> Row:
 class Point(NamedTuple):
     """A layer with its measured times by strategy, as multiples of the fastest dense fp8."""
 
-    problem: costs.Problem
-    figures: costs.Figures
+    problem: rates.Problem
+    figures: rates.Figures
     relative: dict[str, float]
 
 
@@ -58,11 +58,11 @@ def points(rows: Iterable[Row]) -> list[Point]:
     for case in each:
         if all(f'"{name}"' in case for name in STRATEGIES):
             row, dense = case['"row"'], fastest(case, DENSE)["us"]
-            problem = costs.Problem(row["m"], row["k"], row["n"], True, False, float8=True)
-            if costs.in_one_pass(problem):
+            problem = rates.Problem(row["m"], row["k"], row["n"], True, False, float8=True)
+            if rates.in_one_pass(problem):
                 continue
             union = row["union"] or unions.get((row["workload"], row["n"]))
-            figures = costs.Figures(row["nonzeros"], union, row["heaviest"])
+            figures = rates.Figures(row["nonzeros"], union, row["heaviest"])
             found.append(Point(problem, figures, {name: case[f'"{name}"']["us"] / dense for name in STRATEGIES}))
     return found
 
@@ -73,7 +73,7 @@ def fitted(found: Sequence[Point]) -> tables.Costs:
     A few patterns of about as many non-zeros do not tell the terms apart. So terms of 16 bits, made to take as long,
     count beside them with the weight ``_OF_16_BITS``. "dense" is the same for all.
     """
-    groups: dict[costs.Problem, list[Point]] = {}
+    groups: dict[rates.Problem, list[Point]] = {}
     for point in found:
         groups.setdefault(point.problem, []).append(point)
     table: tables.Costs = {}

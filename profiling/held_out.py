@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 from profiling.draw.common import loads
 from profiling.tune import read, write_json
 from twell import testing
+from twell.choose import rates
+from twell.choose.rates import Problem
 from twell.commands import timing, tune
 from twell.commands.request import RequestError
-from twell.strategy import costs, tables
-from twell.strategy.costs import Problem
 from twell.testing import Workload
 
 POINTS, TRAINING_POINTS, SEED = 100, 20, 20261122
@@ -91,7 +91,7 @@ def measure(point: Point, device: timing.Device, seconds: float) -> dict[str, An
     errors, red = layer.check(strategies)
     recordings = {name: layer.record(name) for name in ("dense", *errors) if name not in red}
     times = {name: timing.spread(each) for name, each in tune.times_of(recordings, seconds).items()}
-    figures = tune.figures_of(drawn, tables.SCREENED in strategies)
+    figures = tune.figures_of(drawn, rates.SCREENED in strategies)
     row = {**dict(zip(tune.SIZES, problem)), "pattern": vars(point.workload), **figures._asdict(), "red": red}
     return row | {f"{name}_ms": spread.median for name, spread in times.items()}
 
@@ -107,9 +107,9 @@ def decided(row: dict[str, Any], table: tables.Table) -> dict[str, Any]:
     right = {} if row["red"] else {name: time / fastest - 1 for name, time in ms.items()}
     problem = Problem(*(row[name] for name in tune.SIZES))
     if is_graph(row):
-        graph = costs.decide(problem, None, None, table).strategy
+        graph = rates.decide(problem, None, None, table).strategy
         row = row | {"graph": graph, "graph_loss": right.get(graph)}
-    decision = costs.decide(problem, tune.measured_figures(row), None, table)
+    decision = rates.decide(problem, tune.measured_figures(row), None, table)
     loss = right.get(decision.strategy)
     return row | {"auto": decision.strategy, "costs": decision.costs, "loss": loss}
 
@@ -173,7 +173,7 @@ def table_of(arguments: argparse.Namespace, device: timing.Device | None) -> tab
         runs = [read(path) for path in arguments.tuning]
         costs = tune.fit(row for run in runs for row in run["rows"])
         return tables.Table(costs, runs[-1]["machine"], runs[-1]["date"])
-    return tables.SHIPPED if device is None else tables.in_use(device.torch_device)
+    return rates.SHIPPED if device is None else rates.in_use(device.torch_device)
 
 
 def measure_all(arguments: argparse.Namespace, device: timing.Device) -> dict[str, Any]:

@@ -168,9 +168,9 @@ def e4m3() -> str:
 
 def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
+    from twell.choose import rates
     from twell.commands import prediction
     from twell.commands.request import as_percent
-    from twell.strategy import tables
 
     known = {
         "SparseLM 2B": (True, 2048, 5632),
@@ -187,7 +187,7 @@ def most_nonzeros() -> str:
     ]
     cells = []
     for name, shape in known.items():
-        limits = [prediction.most_nonzeros(shape, call, tables.SHIPPED) for call in calls]
+        limits = [prediction.most_nonzeros(shape, call, rates.SHIPPED) for call in calls]
         found = [f"{most:,} ({as_percent(most / shape[2])})" if most else "never" for most in limits]
         cells.append([f"{name}: {shape[1]:,} to {shape[2]:,}{', a gate' if shape[0] else ''}", *found])
     return markdown(["layers like those of", *map(str, calls)], "lrrr", cells)

@@ -18,9 +18,9 @@ from typing import Any
 
 from profiling.draw.common import loads
 from twell import _files, testing
+from twell.choose import rates
 from twell.commands import tune
 from twell.commands.request import RequestError
-from twell.strategy import tables
 
 # Beside the layers of the table: pairs of the share that published models fire, and small training steps.
 MORE = [
@@ -44,7 +44,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
         "rows": [],
     }
     chosen = arguments.shapes, arguments.kinds, arguments.m, arguments.patterns
-    steps = tune.plan(*chosen, tables.in_use(device.torch_device))
+    steps = tune.plan(*chosen, rates.in_use(device.torch_device))
     if arguments.shapes is arguments.m is None and arguments.kinds == list(tune.KINDS):
         steps += MORE
     found, options = 0, {"budget_s": arguments.budget_s, "seconds": arguments.seconds}

@@ -12,7 +12,7 @@ import torch
 from twell import tuning
 from twell._runtime import device as driver
 from twell._runtime import geometry, specs
-from twell.strategy import tables
+from twell.choose import rates
 
 HELP = "run the kernels of the portable family on this GPU"
 
@@ -42,7 +42,7 @@ def is_without_table() -> bool:
 
 def shipped_table() -> tables.Table:
     """The shipped table as if a user had measured it on a GPU without one: by it "auto" chooses in tests."""
-    return tables.portable(dataclasses.replace(tables.SHIPPED, file=Path("shipped")))
+    return tables.portable(dataclasses.replace(rates.SHIPPED, file=Path("shipped")))
 
 
 def decide_by_the_shipped_table() -> None:

@@ -47,7 +47,7 @@ class Row:
     """One variant. us: of a call, by the median of CUDA graphs. over_dense: the time of the fastest dense fp8 over it.
 
     strategy: what "auto" chose. nonzeros, union, heaviest: figures of e4m3 gates, as in
-    ``strategy.costs.Figures``. error: relative to the formula in float64. original: relative to float64 of the weights
+    ``strategy.rates.Figures``. error: relative to the formula in float64. original: relative to float64 of the weights
     before they were quantised.
     """
 

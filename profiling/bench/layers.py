@@ -16,9 +16,9 @@ from profiling.bench.variants import Verdict, compared, verdict, whole
 from twell import testing
 from twell._activation import RELU, Activation
 from twell._runtime import geometry
+from twell.choose import plan, rates
 from twell.commands.timing import Call
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, set_down_layout
-from twell.strategy import plan, tables
 from twell.testing import FFN, Case, Comparison, Errors
 from twell.testing.calls import caller, linear
 
@@ -26,7 +26,7 @@ TRAINING = ("train", "train_overflow")
 OPS = ("ffn", "decode", *TRAINING)
 STRATEGIES = plan.STRATEGIES
 # what --screen and --invariant time, too, as ``testing.sparse_output`` names it
-SCREENED, INVARIANT = tables.SCREENED, "row+invariant"
+SCREENED, INVARIANT = rates.SCREENED, "row+invariant"
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 # Bytes of a stored value.

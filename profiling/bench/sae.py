@@ -18,10 +18,10 @@ from profiling.bench.report import Column
 from profiling.bench.rows import ratio
 from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Answer, Autoencoder, dense, draw, sparse
 from profiling.bench.variants import Session, Settled, Variant
+from twell.choose.plan import route_of
 from twell.commands import timing
 from twell.commands.request import at_least, number_above
 from twell.commands.timing import Call
-from twell.strategy.plan import route_of
 from twell.testing import Comparison
 
 NAME = "profiling.bench sae"

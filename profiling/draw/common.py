@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from twell.strategy.tables import SCREENED
+from twell.choose.rates import SCREENED
 
 Row = dict[str, Any]
 

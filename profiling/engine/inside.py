@@ -35,7 +35,7 @@ def describe(worker: Any) -> dict[str, Any]:
     }
     if "twell" not in sys.modules:
         return found
-    from twell.strategy.site import found as site_of
+    from twell.choose.site import found as site_of
 
     for layer in layers:
         sites = [site for site in map(site_of, layer.parameters()) if site is not None]

@@ -17,12 +17,12 @@ from twell._execution import Aux
 from twell._quantize import quantize_
 from twell._runtime import log
 from twell._sparsify import sparsify_
+from twell.choose.site import AutoStrategy
 from twell.experts import sparse_experts
 from twell.float8 import Float8, quantize
 from twell.functional import pack, sparse_ffn, sparse_gated_ffn, sparse_up_down
 from twell.nn import explain
 from twell.packed import PackedTwell
-from twell.strategy.site import AutoStrategy
 
 __version__ = "0.3.0"
 

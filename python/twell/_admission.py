@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from twell import _memory, _modes
 from twell._modes import PLAIN_TENSORS, is_in_memory
 from twell._plain import behaves
+from twell.choose.plan import PACKED_DTYPES, Facts, unpackable
 from twell.ops.operands import Layer, Mains
-from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
 _OPTIONAL = ("b_gate", "b_up", "b_down")
 

@@ -16,14 +16,14 @@ from twell._choice import Selection, hidden_of
 from twell._execution import Aux, Extra, per_token
 from twell._float8_mlp import moving
 from twell._runtime.log import info_once, warn_once
+from twell.choose import rates
+from twell.choose.explanation import Choice
+from twell.choose.plan import Facts, Route, plan, routed
+from twell.choose.site import AutoStrategy, Screen, tokens_of
 from twell.functional import Strategy
 from twell.ops import hybrid
 from twell.ops.calls import How
 from twell.ops.operands import Layer
-from twell.strategy import tables
-from twell.strategy.explanation import Choice
-from twell.strategy.plan import Facts, Route, plan, routed
-from twell.strategy.site import AutoStrategy, Screen, tokens_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,7 +40,7 @@ def why_dense(strategy: Any, n: int, k: int, k_out: int, dtype: torch.dtype, dev
     if k != k_out:
         return f"the kernels take one size of x and y, got {k} and {k_out}"
     asked = "auto" if isinstance(strategy, AutoStrategy) else strategy
-    imposed = tables.imposed(device.type, device.index)
+    imposed = rates.imposed(device.type, device.index)
     facts = Facts(strategy=asked, n=n, k=k, dtype=dtype, device=device.type, imposed=imposed, sliced=True)
     answer = plan(facts._replace(training=torch.is_grad_enabled()))
     if asked == "auto" and not isinstance(answer, Route):

@@ -22,10 +22,10 @@ from twell._activation import BATCH_TOP_K, RELU, TOP_K, Activation
 from twell._arguments import require_positive
 from twell._autograd import first_order, gradients_of
 from twell._runtime import geometry
+from twell.choose.site import tokens_of
 from twell.ops import hybrid
 from twell.ops.library import unviewed
 from twell.ops.operands import Layer, Mains
-from twell.strategy.site import tokens_of
 
 # neurons whose windows are multiplied with dy together
 _BLOCK = 8192

@@ -24,8 +24,8 @@ from twell._down_layout import unlisted
 from twell._plain import cast
 from twell._runtime import geometry
 from twell._sparsify.modules import FusedGatedMLP, SparseDown
+from twell.choose.plan import PACKED_DTYPES
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.strategy.plan import PACKED_DTYPES
 
 MLP = SparseGatedMLP | SparseMLP
 Module = TypeVar("Module", bound=nn.Module)

@@ -12,6 +12,8 @@ from twell._activation import Activation
 from twell._autograd import gated_relu
 from twell._choice import Selection
 from twell._runtime import geometry, nvtx
+from twell.choose.plan import Route
+from twell.choose.site import tokens_of
 from twell.ops import calls, hybrid, screened
 from twell.ops.calls import How, Run
 from twell.ops.dense import as_torch, dense, fuses, in_inference
@@ -19,8 +21,6 @@ from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import are_rows, unviewed
 from twell.ops.operands import Form, Layer, Mains
-from twell.strategy.plan import Route
-from twell.strategy.site import tokens_of
 
 
 class Aux(NamedTuple):

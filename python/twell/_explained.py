@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from twell import _adapted, _down_layout, _execution, _modes
-from twell.strategy.costs import Figures
-from twell.strategy.explanation import Choice
-from twell.strategy.plan import Refusal
-from twell.strategy.site import found
+from twell.choose.explanation import Choice
+from twell.choose.plan import Refusal
+from twell.choose.rates import Figures
+from twell.choose.site import found
 
 
 def rows(name: str, layer: Any) -> list[Choice]:

@@ -14,13 +14,13 @@ from twell._activation import ActivationName, activation_of
 from twell._arguments import require
 from twell._float8_saving import watch
 from twell._settings import Configured, setting
+from twell.choose import rates
+from twell.choose.explanation import Choice
+from twell.choose.plan import Facts, unpackable
+from twell.choose.site import AutoStrategy
 from twell.float8 import E4M3, Float8, checked
 from twell.functional import Strategy
 from twell.ops.calls import How
-from twell.strategy import tables
-from twell.strategy.explanation import Choice
-from twell.strategy.plan import Facts, unpackable
-from twell.strategy.site import AutoStrategy
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -218,7 +218,7 @@ class Float8MLP(Configured):
         if site is None:
             named = "row" if self.invariant else str(self.strategy)
             rows = [Choice(name, "inference", "any", "", named, "invariant=True" if self.invariant else "it was named")]
-        elif imposed := tables.imposed(on.type, on.index):
+        elif imposed := rates.imposed(on.type, on.index):
             rows = [Choice(name, "inference", "any", "", "dense", imposed)]
         else:
             rows = site.explain(name) or [Choice(name, "inference", "any", "", "auto", "not called yet")]

@@ -11,10 +11,10 @@ from twell import _modes
 from twell._activation import Activation, ActivationName, activation_of
 from twell._arguments import require_flag
 from twell._runtime import geometry
+from twell.choose.plan import Facts, routed
+from twell.choose.site import AutoStrategy, Screen
 from twell.functional import Strategy
 from twell.ops.calls import How
-from twell.strategy.plan import Facts, routed
-from twell.strategy.site import AutoStrategy, Screen
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -48,7 +48,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from twell import _modes, ops
 from twell._runtime import geometry
-from twell.strategy.site import tokens_of
+from twell.choose.site import tokens_of
 
 # the dimension of each operand that counts neurons
 NEURONS = {"w_gate": 0, "w_up": 0, "w_down": 1, "b_gate": 0, "b_up": 0}

@@ -10,11 +10,11 @@ from twell._admission import needing_grad, require_alike, strided
 from twell._arguments import require, require_flag
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records, scaled
 from twell._runtime import geometry
+from twell.choose.plan import PACKED_DTYPES, Facts, unpackable
 from twell.float8 import Float8
 from twell.ops.experts import Experts, dense, require_how
 from twell.ops.operands import Layer
 from twell.ops.pairs import check_ids, check_routes
-from twell.strategy.plan import PACKED_DTYPES, Facts, unpackable
 
 _NAME = "sparse_experts"
 _SHARED = ("shared_up", "shared_down")

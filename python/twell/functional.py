@@ -27,6 +27,9 @@ from twell._plain import overridden
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records
 from twell._runtime import geometry
 from twell._runtime.log import info_once, warn_once
+from twell.choose.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
+from twell.choose.rates import imposed_on_call
+from twell.choose.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.float8 import Float8
 from twell.ops import hybrid
 from twell.ops.calls import How, known
@@ -35,9 +38,6 @@ from twell.ops.library import is_direct
 from twell.ops.operands import Layer, Mains
 from twell.ops.slices import is_sliced
 from twell.packed import PackedTwell
-from twell.strategy.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
-from twell.strategy.site import AutoStrategy, enroll, found, tokens_of, without_site
-from twell.strategy.tables import imposed_on_call
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -29,12 +29,12 @@ from twell._float8_mlp import Float8MLP
 from twell._projections import Projection
 from twell._runtime.log import warn_once
 from twell._settings import Configured, name_of, setting
+from twell.choose.explanation import Choice, Explanation
+from twell.choose.plan import Facts, routed
+from twell.choose.site import AutoStrategy, Screen, require_screen
 from twell.functional import Strategy
 from twell.ops.calls import How, known
 from twell.ops.operands import Layer
-from twell.strategy.explanation import Choice, Explanation
-from twell.strategy.plan import Facts, routed
-from twell.strategy.site import AutoStrategy, Screen, require_screen
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -26,7 +26,7 @@ def family(index: int) -> str:
 
 # Time of a wave of tiles of the gate GEMM by their tokens, as a multiple of that of 96 (NVIDIA H200, K = 1,024 to
 # 4,096; the choices from it are within 1 % of the best at 27 shapes of 256 to 4,096 tokens).
-_WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
+WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
 
 # The same of e4m3 weights (NVIDIA H100 and H200, K = 2,048, 16,384 tokens; of 64 that of 16-bit weights).
 _E4M3_WAVE = {64: 0.72, 96: 1.0, 144: 1.42}
@@ -45,7 +45,7 @@ def gate_pack(dtype: torch.dtype, m: int, n: int, clusters: int, fast: bool = Tr
         return -(-tiles // clusters) * waves[tokens]
 
     name = dtype_name(dtype)
-    waves = {t: _E4M3_WAVE[t] for t in specs.E4M3_GATE_TOKENS[fast]} if name == specs.E4M3 else _WAVE
+    waves = {t: _E4M3_WAVE[t] for t in specs.E4M3_GATE_TOKENS[fast]} if name == specs.E4M3 else WAVE
     # all give the same bits
     return specs.GatePackSpec(name, min(waves, key=cost), fast=fast)
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 import twell
+from twell.choose import rates
+from twell.choose.rates import Figures
 from twell.nn import SparseGatedMLP, set_down_layout
-from twell.strategy import tables
-from twell.strategy.costs import Figures
 
 BF16 = torch.bfloat16
 K, N = 32, 264

@@ -16,7 +16,7 @@ def environment(root: Path) -> dict[str, str]:
 @pytest.fixture
 def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let "auto" choose on the CPU as it does on a GPU, by the GPU's times alone."""
-    from twell.strategy import costs, tables
+    from twell.choose import rates
 
     monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
     monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
@@ -27,8 +27,8 @@ def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The transfers of ``free_choice``, by a table in which the sizes of ``auto_layers`` matter."""
     import auto_layers
 
-    from twell.strategy import site as sites
-    from twell.strategy import tables
+    from twell.choose import rates
+    from twell.choose import site as sites
 
     arrivals = auto_layers.Arrivals()
     monkeypatch.setattr(sites, "Transfer", arrivals)

@@ -19,8 +19,8 @@ import twell
 from twell import _modes, functional
 from twell._columns import Matrix
 from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP
+from twell.choose.plan import route_of
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.strategy.plan import route_of
 
 peft = pytest.importorskip("peft")
 
@@ -340,7 +340,7 @@ def test_dense_layers_have_the_bits_of_peft(strategy: Any, runs: list[tuple[str,
 def test_auto_concatenates_for_many_tokens_alone(
     free_choice: None, monkeypatch: pytest.MonkeyPatch, runs: list[tuple[str, int]]
 ) -> None:
-    monkeypatch.setattr(twell.strategy.site, "Transfer", Arrived)
+    monkeypatch.setattr(twell.choose.site, "Transfer", Arrived)
     model = adapted(strategy="auto")
     (row,) = twell.explain(model).rows
     assert row.strategy == "auto"

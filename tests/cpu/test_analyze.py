@@ -23,6 +23,7 @@ from saved_models import parsed, run
 
 import twell
 from twell import _sparsify
+from twell.choose import rates
 from twell.commands import analyze, analyze_plots, prediction, saved_model, sparsity
 from twell.commands.analyze import COLUMNS
 from twell.commands.prediction import Call, forecast
@@ -30,7 +31,6 @@ from twell.commands.request import RequestError
 from twell.commands.saved_model import Batch, WatchedLayer
 from twell.commands.sparsity import UNIONS, LayerSparsity, Tally
 from twell.integrations import transformers as integration
-from twell.strategy import costs, tables
 
 CALLS = [Call(1, False), Call(64, False), Call(16384, False), Call(16384, True)]
 
@@ -127,7 +127,7 @@ def test_figures_hold_for_layers_that_fire_nothing_or_everything(value: bool) ->
     tally.add(torch.full((40, 300), value), torch.zeros(40, dtype=torch.bool))
     report = tally.report(layer_of(300))
     assert_report(report, slow(np.full((40, 300), value), [], 8))
-    assert report.figures == costs.Figures(300.0 * value, None)
+    assert report.figures == rates.Figures(300.0 * value, None)
 
 
 def recorded_inputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
@@ -220,8 +220,8 @@ def test_strategies_are_those_of_the_table(k: int, n: int, mean: float, gated: b
     report = report_of(mean, min(1.0, 8 * mean / n), k, n, gated)
     for call in [*CALLS, Call(300, False), Call(1 << 20, True)]:
         # in training the layout is the user's, by default that of nn.Linear
-        problem = costs.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
-        decision = costs.decide(problem, report.figures, None)
+        problem = rates.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
+        decision = rates.decide(problem, report.figures, None)
         strategy, share = decision.strategy, decision.costs[decision.strategy]
         each = prediction.predict(report, call)
         assert each.strategy == strategy
@@ -239,7 +239,7 @@ def test_each_strategy_has_its_reason() -> None:
     full = prediction.predict(report_of(140, 0.1), CALLS[3])
     assert full.strategy == "dense"
     assert "too near the sparse route's limit, 156" in full.reason
-    few = dataclasses.replace(tables.SHIPPED, costs={(True, False, 2048, 5632): {64: {"union": (0.5, 0.0, 0.0, 0.0)}}})
+    few = dataclasses.replace(rates.SHIPPED, costs={(True, False, 2048, 5632): {64: {"union": (0.5, 0.0, 0.0, 0.0)}}})
     unknown = prediction.predict(report_of(3, 0.1, gated=False), Call(40, True), few)
     assert unknown.reason == "no sparse kernel was measured for training on 40 tokens"
     odd = prediction.predict(report_of(3, 0.1, n=5630), CALLS[2])
@@ -292,9 +292,9 @@ def test_command_reports_every_layer(
         lines = [line.split() for line in printed.splitlines() if line.split()[:1] == [row["layer"]]]
         assert [float(lines[0][1]), int(lines[0][2])] == [pytest.approx(float(row["mean"]), abs=0.06), int(row["p50"])]
         assert lines[1][1:3] == [row["strategy_m1"], f"{float(row['speedup_m1']):.2f}x"]
-        figures = costs.Figures(float(row["mean"]), float(row["union_128"]), None, float(row["candidates"]))
+        figures = rates.Figures(float(row["mean"]), float(row["union_128"]), None, float(row["candidates"]))
         for key, call in zip(keys, CALLS, strict=True):
-            decision = costs.decide(costs.Problem(call.tokens, 64, 320, True, call.training), figures, None)
+            decision = rates.decide(rates.Problem(call.tokens, 64, 320, True, call.training), figures, None)
             assert row[f"strategy_{key}"] == decision.strategy
             assert float(row[f"speedup_{key}"]) == pytest.approx(1 / decision.costs[decision.strategy])
 
@@ -394,7 +394,7 @@ def test_the_verdict_names_calls_gpu_and_figures() -> None:
     calls = [Call(1, False), Call(16384, False), Call(16384, True)]
 
     def verdict(*reports: LayerSparsity, was: str = "") -> str:
-        return analyze.verdict(reports, forecast(reports, calls, tables.SHIPPED), 65536, was)
+        return analyze.verdict(reports, forecast(reports, calls, rates.SHIPPED), 65536, was)
 
     assert re.match(
         r"Verdict: twell pays on NVIDIA H200 for the FFNs with 1 token in CUDA graphs \(\d\.\d\dx as fast\), "
@@ -423,8 +423,8 @@ def test_the_most_nonzeros_pay_and_more_do_not(shape: Any, call: Any) -> None:
     assert 0 < most <= n / 4
     # for one token the promise ends before the gain
     for nonzeros, pays in ((most, True), *(((2 * most, False),) if call.tokens > 1 else ())):
-        figures = costs.Figures(nonzeros, 1 - (1 - nonzeros / n) ** 128)
-        decision = costs.decide(costs.Problem(call.tokens, k, n, gated, call.training), figures, None)
+        figures = rates.Figures(nonzeros, 1 - (1 - nonzeros / n) ** 128)
+        decision = rates.decide(rates.Problem(call.tokens, k, n, gated, call.training), figures, None)
         assert (decision.costs[decision.strategy] * prediction.PAYS <= 1) == pays
 
 
@@ -518,7 +518,7 @@ def test_text_that_ends_in_other_bytes(
 def test_the_verdict_on_other_activations_is_of_the_layers_with_most_work(first: bool, tmp_path: Path) -> None:
     large, small = [(True, 2048, 5632)] * 3, [(True, 64, 64)]
     model = saved_model.WithoutZeros("", tmp_path, "SiLU", small + large if first else large + small)
-    table = tables.in_use(torch.device("cpu"))
+    table = rates.in_use(torch.device("cpu"))
     *_, last = analyze.without_zeros(model, prediction.requirement(model.shapes, [Call(1, False)], table))
     assert re.match(
         r"Verdict: twell does not pay on NVIDIA H200 as SiLU makes no zeros; .*; from layer times of 20", last

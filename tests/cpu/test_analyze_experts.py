@@ -23,11 +23,11 @@ from test_experts_transformers import model
 import twell
 from profiling import record
 from twell import testing
+from twell.choose import rates
 from twell.commands import analyze, analyze_experts, experts, serve_check
 from twell.commands.experts import STEPS, ExpertsSparsity, Step
 from twell.commands.request import RequestError
 from twell.integrations import experts as stacked
-from twell.strategy import costs
 
 TOKENS, LENGTH = 1000, 12
 
@@ -130,7 +130,7 @@ def test_figures_are_those_of_plain_loops(
                 assert float(row[f"fired_{size}"]) == pytest.approx(union, rel=0.01)
                 fired = union if nemotron else 1 - expected["zeros"]
                 chosen = "row" if size * top <= (40 if nemotron else 3) * count else "dense"
-                seconds = costs.experts_seconds(size * top, touched, fired, n, k, not nemotron)
+                seconds = rates.experts_seconds(size * top, touched, fired, n, k, not nemotron)
                 assert float(row[f"speedup_{size}"]) == pytest.approx(seconds["dense"] / seconds[chosen], rel=0.02)
     assert "too few sequences for steps of 128 and 256; --sequence makes them shorter" in printed
     *_, before, last = printed.splitlines()

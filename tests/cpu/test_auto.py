@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import twell
 from twell import _modes, testing
 from twell._runtime import device, geometry
+from twell.choose import rates
+from twell.choose import site as sites
+from twell.choose.explanation import Choice, Explanation
+from twell.choose.rates import Figures, Problem
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.strategy import costs, tables
-from twell.strategy import site as sites
-from twell.strategy.costs import Figures, Problem
-from twell.strategy.explanation import Choice, Explanation
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -42,20 +42,20 @@ def problem(m: int = 16384, training: bool = False, gated: bool = True, k: int =
 def test_decides_by_the_cheapest_prediction() -> None:
     for figures in (SPARSE, Figures(30, 0.5), Figures(130, 0.26), DENSE, Figures(0, 0)):
         for training in (False, True):
-            decision = costs.decide(problem(training=training), figures, None)
+            decision = rates.decide(problem(training=training), figures, None)
             assert decision.costs == costs.costs(problem(training=training), figures)
             if "hold" not in decision.reason:
                 assert decision.costs[decision.strategy] == min(decision.costs.values())
             assert decision.costs["dense"] == 1
-    assert costs.decide(problem(), DENSE, None).strategy == "dense"
-    assert costs.decide(problem(1), SPARSE, None).strategy == "row"
-    assert costs.decide(problem(training=True), SPARSE, None).strategy == "union"
+    assert rates.decide(problem(), DENSE, None).strategy == "dense"
+    assert rates.decide(problem(1), SPARSE, None).strategy == "row"
+    assert rates.decide(problem(training=True), SPARSE, None).strategy == "union"
     # before any measurement
-    assert costs.decide(problem(training=True), None, None)[::2] == ("dense", {})
-    assert costs.decide(problem(16384), None, None).strategy == "union"
-    assert costs.decide(problem(1), None, None).strategy == "row"
-    assert costs.decide(problem(0), None, None).strategy in ("row", "dense")
-    assert "nothing measured" in costs.decide(problem(), None, None).reason
+    assert rates.decide(problem(training=True), None, None)[::2] == ("dense", {})
+    assert rates.decide(problem(16384), None, None).strategy == "union"
+    assert rates.decide(problem(1), None, None).strategy == "row"
+    assert rates.decide(problem(0), None, None).strategy in ("row", "dense")
+    assert "nothing measured" in rates.decide(problem(), None, None).reason
     # an unknown union is bounded from above, and so is one that more tokens had
     bound = 1 - (1 - 29 / 5632) ** 128
     unknown = costs.costs(problem(), Figures(29, None))
@@ -77,7 +77,7 @@ def test_a_change_must_promise_two_percent(monkeypatch: pytest.MonkeyPatch) -> N
         (0.5, 0.5, "gone", "row"),
     ):
         monkeypatch.setattr(costs, "costs", lambda *_, r=row, u=union: {"row": r, "union": u, "dense": 1.0})
-        decision = costs.decide(problem(1024), SPARSE, current)
+        decision = rates.decide(problem(1024), SPARSE, current)
         assert decision.strategy == expected, (row, union, current)
         kept = current == expected and min(row, union, 1.0) != decision.costs[expected]
         assert decision.reason.startswith("kept") == kept
@@ -93,11 +93,11 @@ def test_training_keeps_away_from_what_the_hybrid_format_holds() -> None:
         (0.91, "union", "dense"),
         (3.0, "union", "dense"),
     ):
-        decision = costs.decide(problem(training=True), Figures(share * held, 0.1), current)
+        decision = rates.decide(problem(training=True), Figures(share * held, 0.1), current)
         assert decision.strategy == expected, (share, current)
     assert "156" in decision.reason
     # a forward pass without gradients has no such limit
-    assert costs.decide(problem(), Figures(0.75 * held, 0.1), "union").strategy == "union"
+    assert rates.decide(problem(), Figures(0.75 * held, 0.1), "union").strategy == "union"
 
 
 def test_training_keeps_room_for_what_recent_calls_needed() -> None:
@@ -118,15 +118,15 @@ def test_training_keeps_room_for_what_recent_calls_needed() -> None:
     assert site._peek(call, record=True)[1] == 0
     assert copy.deepcopy(site)._peek(call, record=False)[1] == 32
     # few tokens, no gradients: as much as there may be, and never more than without figures
-    assert costs.held(few, (29.3,)) == costs.held(problem(), (29.3,)) == 0
-    assert geometry.hybrid_capacity(16384, 5632, costs.held(call, (911.0,))) == geometry.hybrid_capacity(16384, 5632)
+    assert rates.held(few, (29.3,)) == rates.held(problem(), (29.3,)) == 0
+    assert geometry.hybrid_capacity(16384, 5632, rates.held(call, (911.0,))) == geometry.hybrid_capacity(16384, 5632)
 
 
 def test_graphs_of_many_sizes_have_a_choice_each() -> None:
     site, figures = sites.AutoStrategy(), Figures(34, None, 92)
     site.observe(problem(72), figures)
     for m in (72, 80, 96, 128):
-        assert site._peek(problem(m), record=True)[0] == costs.decide(problem(m), figures, None).strategy
+        assert site._peek(problem(m), record=True)[0] == rates.decide(problem(m), figures, None).strategy
     rows = [row for row in site.explain() if row.graph]
     assert [(row.tokens, row.strategy) for row in rows] == [("72 to 96", "row"), ("128", "dense")]
 
@@ -338,14 +338,14 @@ def test_few_tokens_are_dense_where_the_down_weight_is_copied() -> None:
     for figures, most in ((None, 32), (Figures(10, None), 64)):
         for m in (1, 16, most):
             laid, copied = problem(m), problem(m)._replace(down_copied=True)
-            assert costs.decide(laid, figures, None).strategy == "row"
-            decision = costs.decide(copied, figures, None)
+            assert rates.decide(laid, figures, None).strategy == "row"
+            decision = rates.decide(copied, figures, None)
             assert decision.strategy == "dense"
             assert "copies of the down weight outweigh row" in decision.reason
     copied = problem(16384)._replace(down_copied=True)
-    assert costs.decide(copied, SPARSE, None).strategy == "union"
+    assert rates.decide(copied, SPARSE, None).strategy == "union"
     # a layer that is dense for another reason does not mention copies
-    assert "copies" not in costs.decide(copied, DENSE, None).reason
+    assert "copies" not in rates.decide(copied, DENSE, None).reason
     # of a step of training, which takes three times as long as inference, there are two copies
     added = {}
     for training in (False, True):
@@ -403,7 +403,7 @@ def test_measures_what_is_there(cls: Any, training: bool, chooses: Arrivals) -> 
 @pytest.mark.parametrize("strategy", ["row", "union", "dense"])
 def test_measures_the_heaviest_tokens(strategy: str, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     """By every strategy the same, from counts of groups of 8 tokens."""
-    monkeypatch.setattr(costs, "decide", lambda *_: costs.Decision(strategy, "so that it measures", {}))
+    monkeypatch.setattr(costs, "decide", lambda *_: rates.Decision(strategy, "so that it measures", {}))
     for m in (40, 100, 300):
         p, site = testing.integer_problem(m, 16, 264), twell.AutoStrategy()
         # one group has the most
@@ -486,7 +486,7 @@ def test_transfers_share_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_than_the_hybrid_format_holds_has_no_union(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_fresh", lambda *_: costs.Decision("union", "so that training overflows", {}))
+    monkeypatch.setattr(costs, "_fresh", lambda *_: rates.Decision("union", "so that training overflows", {}))
     mlp, x = layer(firing=100), torch.randn(256, K).to(BF16)
     mlp(x)
     (row,) = twell.explain(mlp)
@@ -587,9 +587,9 @@ def test_layers_that_are_alike_share_the_rows_of_a_narrow_table() -> None:
     assert len(explained := twell.explain(model)) == 13
     names = ["layers.0-6.mlp (7)", *["layers.7.mlp"] * 2, "layers.8-11.mlp (4)"]
     assert re.findall(r"^layers.*?(?=  )", str(explained), re.MULTILINE) == names
-    figures, costed = Figures(29.5, 0.133, 40, 0.2), dict.fromkeys(("row", "union", tables.SCREENED, "dense"), 1.0)
+    figures, costed = Figures(29.5, 0.133, 40, 0.2), dict.fromkeys(("row", "union", rates.SCREENED, "dense"), 1.0)
     kind = "model.language_model" * 9, "inference", "131073 to 262144", "captured"
-    row = Choice(*kind, tables.SCREENED, "reason " * 50, 0, figures, 64, costed, "rows")
+    row = Choice(*kind, rates.SCREENED, "reason " * 50, 0, figures, 64, costed, "rows")
     lines = str(Explanation((row, row._replace(graph="", calls=1234567)))).splitlines()
     assert max(map(len, lines)) <= 120
     assert " ".join(lines).count("reason") == 100
@@ -697,14 +697,14 @@ def test_eager_calls_count_the_host(training: bool, monkeypatch: pytest.MonkeyPa
     """Launches of this package cost the host less than torch's, which counts in eager calls and not in CUDA graphs."""
     many = Figures(60.0, 0.99, 80.0) if training else Figures(450.0, None, 500.0)
     one = problem(512 if training else 64, training, k=1024, n=2816)
-    assert costs.decide(one, many, None).strategy == "dense"
-    assert costs.decide(one._replace(eager=True), many, None).strategy != "dense"
+    assert rates.decide(one, many, None).strategy == "dense"
+    assert rates.decide(one._replace(eager=True), many, None).strategy != "dense"
     # the GPU's times decide where they are longer than the host's
-    assert costs.decide(one._replace(m=65536, eager=True), many, None).strategy == "dense"
+    assert rates.decide(one._replace(m=65536, eager=True), many, None).strategy == "dense"
     # on a host where they cost more, the reason says what a graph of the same call does
     monkeypatch.setattr(costs, "HOST_SECONDS", {t: {"dense": 1e-3, "row": 2e-3, "union": 2e-3} for t in (False, True)})
     few, eager = Figures(8.0, 0.05, 12.0), problem(4096, training, k=1024, n=2816)._replace(eager=True)
-    decision, in_a_graph = costs.decide(eager, few, None), costs.decide(eager._replace(eager=False), few, None).strategy
+    decision, in_a_graph = rates.decide(eager, few, None), rates.decide(eager._replace(eager=False), few, None).strategy
     assert decision.strategy == "dense" != in_a_graph
     assert f"the host is the limit; {in_a_graph} in a graph" in decision.reason
 

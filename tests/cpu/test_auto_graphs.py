@@ -15,13 +15,13 @@ import twell
 from twell import _modes, testing
 from twell._activation import RELU
 from twell._runtime import geometry
+from twell.choose import rates
+from twell.choose import site as sites
+from twell.choose.plan import Route
+from twell.choose.rates import Figures, Problem
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops.ffn import on_cuda
 from twell.ops.operands import Layer
-from twell.strategy import costs, tables
-from twell.strategy import site as sites
-from twell.strategy.costs import Figures, Problem
-from twell.strategy.plan import Route
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -99,9 +99,9 @@ def test_a_graph_without_figures_is_sparse_where_that_loses_nothing(k: int, n: i
         chosen = sites.AutoStrategy()._peek(problem, record=True)[0]
         assert chosen in strategies.split()
         # a call without a site will know nothing, either
-        assert costs.decide_once(problem, tables.SHIPPED) == chosen
+        assert rates.decide_once(problem, rates.SHIPPED) == chosen
         # it may be sparse where figures may still correct it
-        assert costs.decide(problem._replace(eager=True, m=512), None, None).strategy != "dense"
+        assert rates.decide(problem._replace(eager=True, m=512), None, None).strategy != "dense"
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "pair"])

@@ -19,16 +19,16 @@ from tests.cpu import fake_gpu
 from twell import AutoStrategy, ops, testing
 from twell._activation import RELU
 from twell._runtime import device, program
+from twell.choose import rates
+from twell.choose import site as sites
+from twell.choose.plan import Route
+from twell.choose.rates import Figures, Problem
+from twell.choose.site import Measurement
 from twell.commands import analyze, sparsity, timing, tune
 from twell.commands.saved_model import WatchedLayer
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
 from twell.ops.operands import Layer
-from twell.strategy import costs, tables
-from twell.strategy import site as sites
-from twell.strategy.costs import Figures, Problem
-from twell.strategy.plan import Route
-from twell.strategy.site import Measurement
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 # the fastest if the candidates are the union, and slower than "row" if they are all neurons
@@ -58,8 +58,8 @@ def screens(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> Arrivals:
 @pytest.mark.parametrize("training", [False, True])
 def test_decides_by_the_candidates(training: bool) -> None:
     call, few, many = problem(training=training), Figures(8, 0.3, None, 0.31), Figures(8, 0.3, None, 0.9)
-    assert costs.decide(call, few, None, SCREENS).strategy == "union+screen"
-    assert costs.decide(call, many, None, SCREENS).strategy != "union+screen"
+    assert rates.decide(call, few, None, SCREENS).strategy == "union+screen"
+    assert rates.decide(call, many, None, SCREENS).strategy != "union+screen"
     base = SCREENED[training, True, K, N][1]["union+screen"][0]
     # neurons that fire are candidates, and there are no more than neurons
     for given, counted in ((0.31, 0.31), (0.1, 0.3), (7.0, 1.0)):
@@ -68,13 +68,13 @@ def test_decides_by_the_candidates(training: bool) -> None:
     with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
         costs.costs(call, few._replace(candidates=-0.1), SCREENS)
     # candidates are counted where the screen may be the fastest: not where nearly all neurons fire
-    assert costs.worth_screening(call, Figures(8, 0.3), SCREENS)
-    assert not costs.worth_screening(problem(), Figures(200, 1.0), SCREENS)
+    assert rates.worth_screening(call, Figures(8, 0.3), SCREENS)
+    assert not rates.worth_screening(problem(), Figures(200, 1.0), SCREENS)
 
 
 def test_a_screen_that_lists_all_neurons_saves_nothing() -> None:
     every = Figures(1408, 1.0, None, 1.0)
-    for (training, gated, k, n), nodes in tables.SHIPPED.costs.items():
+    for (training, gated, k, n), nodes in rates.SHIPPED.costs.items():
         for m in nodes:
             predicted = costs.costs(Problem(m, k, n, gated, training), every)
             assert predicted.get("union+screen", math.inf) >= predicted.get("union", 0)
@@ -92,11 +92,11 @@ def test_never_screens_without_times_candidates_or_kernels(current: str | None) 
         (dataclasses.replace(SCREENS, union_neurons=N - 8), figures, True),
     ):
         for call in (problem(), problem(training=True)):
-            decision = costs.decide(call, known, current, table, screen)
+            decision = rates.decide(call, known, current, table, screen)
             assert decision.strategy != "union+screen"
             assert "union+screen" not in decision.costs
             if screen and (known is None or known.candidates is not None):
-                assert not costs.worth_screening(call, known, table)
+                assert not rates.worth_screening(call, known, table)
 
 
 # Candidates

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from profiling import bench, figures, float8
-from twell.strategy import tables
+from twell.choose import rates
 from twell.testing import workloads
 
 pytestmark = pytest.mark.usefixtures("one_thread")

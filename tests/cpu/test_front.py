@@ -18,9 +18,9 @@ import twell
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
 from twell import _execution, _modes, functional
+from twell.choose import rates, site
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops import calls, dense
-from twell.strategy import costs, site, tables
 
 BF16 = torch.bfloat16
 K, N = 64, 256
@@ -652,7 +652,7 @@ def test_what_asks_for_more_than_y_takes_the_long_way(gpu: FakeGpu, long: list[T
 def test_more_of_the_largest_have_room_whatever_a_site_measured(
     chosen: str, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs, "decide", lambda *_: costs.Decision(chosen, "a test", {}))
+    monkeypatch.setattr(costs, "decide", lambda *_: rates.Decision(chosen, "a test", {}))
     monkeypatch.setattr(costs, "held", lambda *_: 8)
     given, x, how = operands(False, False), tokens(200).requires_grad_(), twell.AutoStrategy()
     for k in (4, 4, 4, 4, 16, 16, 16):

@@ -31,11 +31,11 @@ twell: _runtime
 twell: _arguments _files _memory
 twell: _activation
 twell: reference tuning float8
-twell: strategy.__init__
-twell: strategy.tables
-twell: strategy.costs strategy.plan
-twell: strategy.explanation
-twell: strategy.site
+twell: choose.__init__
+twell: choose.rates
+twell: choose.plan
+twell: choose.explanation
+twell: choose.site
 twell: ops
 twell: _autograd _sharding packed
 twell: _plain

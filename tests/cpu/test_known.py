@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
 from twell import testing
+from twell.choose import rates, site
 from twell.ops.ffn import direct
-from twell.strategy import costs, site
 from twell.testing.bits import assert_same
 
 M, K, N = 40, 64, 256
@@ -142,7 +142,7 @@ def test_auto_keeps_its_schedule_and_its_choices(gpu: FakeGpu, long: Any, monkey
     (row,) = found.explain()
     assert row.calls == 200
     # another choice for calls of this kind ends what is known
-    other = costs.Decision("dense" if row.strategy != "dense" else "row", "a test", {})
+    other = rates.Decision("dense" if row.strategy != "dense" else "row", "a test", {})
     monkeypatch.setattr(costs, "decide", lambda *_: other)
     (bucket,) = found._buckets.values()
     while not found._is_due(bucket):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from twell._runtime import geometry
-from twell.strategy import plan as module
-from twell.strategy.plan import PACKED_DTYPES, STRATEGIES, Facts, Refusal, Route, plan, route_of, routed, unpackable
+from twell.choose import plan as module
+from twell.choose.plan import PACKED_DTYPES, STRATEGIES, Facts, Refusal, Route, plan, route_of, routed, unpackable
 
 FP32, FP64 = torch.float32, torch.float64
 DENSE = 'use strategy="dense", or "auto", which is dense then'

@@ -23,12 +23,12 @@ from tests.cpu import fake_gpu
 from twell import tuning
 from twell._activation import RELU
 from twell._runtime import cache, device, geometry, log, packaged, program, resolve, specs
+from twell.choose import rates
+from twell.choose import site as sites
+from twell.choose.plan import Route
 from twell.commands import info
 from twell.ops import hybrid
 from twell.ops.operands import Layer
-from twell.strategy import costs, tables
-from twell.strategy import site as sites
-from twell.strategy.plan import Route
 
 # the operators of the same names stand in front of the modules
 gate_pack, hybrid_forward, twell_ffn = (
@@ -168,7 +168,7 @@ def test_auto_is_dense_without_a_table(
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     gpu(capability)
     with caplog.at_level(logging.WARNING, "twell"):
-        found = [tables.imposed_on_call("cuda", 0) for _ in range(2)]
+        found = [rates.imposed_on_call("cuda", 0) for _ in range(2)]
     assert [not why for why in found] == [capability == (9, 0)] * 2
     assert len(caplog.records) == (capability != (9, 0))
     named = f"NVIDIA Pretended (compute capability {NAMES[capability]})"
@@ -178,13 +178,13 @@ def test_auto_is_dense_without_a_table(
     said = f'strategy="auto" is "dense": {reason}'
     assert all(record.getMessage() == said for record in caplog.records)
     # the reason that ``explain`` gives
-    assert tables.imposed("cuda", 0) == reason * (capability != (9, 0))
-    assert tables.imposed("cpu", None) == tables.imposed("meta", None)
+    assert rates.imposed("cuda", 0) == reason * (capability != (9, 0))
+    assert rates.imposed("cpu", None) == rates.imposed("meta", None)
     machine = "NVIDIA Pretended (100 SMs, 80 GiB); driver 580"
     tmp_path.chmod(0o700)
-    tables.write(dataclasses.replace(tables.SHIPPED, machine=machine))
+    rates.write(dataclasses.replace(rates.SHIPPED, machine=machine))
     gpu(capability)
-    assert tables.imposed_on_call("cuda", 0).endswith("12.x") == (GPUS[capability] is None)
+    assert rates.imposed_on_call("cuda", 0).endswith("12.x") == (GPUS[capability] is None)
 
 
 def test_kinds_of_calls_that_were_not_measured_are_dense(
@@ -194,15 +194,15 @@ def test_kinds_of_calls_that_were_not_measured_are_dense(
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     tmp_path.chmod(0o700)
     cheap = {(False, True, 2048, 5632): {16384: {"row": (0.5, 0.0, 0.0, 0.0), "union": (0.1, 0.0, 0.0, 0.0)}}}
-    tables.write(tables.Table(cheap, "NVIDIA Pretended (100 SMs, 80 GiB)", "2026-11-23T10:00:00+00:00"))  # type: ignore[arg-type]
+    rates.write(tables.Table(cheap, "NVIDIA Pretended (100 SMs, 80 GiB)", "2026-11-23T10:00:00+00:00"))  # type: ignore[arg-type]
     gpu((8, 0))
-    table = tables.in_use(torch.device("cuda", 0))
+    table = rates.in_use(torch.device("cuda", 0))
     assert set(table.costs) == set(cheap)
     for training in (False, True):
         for gated in (False, True):
-            problem = costs.Problem(16384, 2048, 5632, gated, training)
-            for figures in (None, costs.Figures(3.0, 0.02)):
-                decision = costs.decide(problem, figures, "union", table)
+            problem = rates.Problem(16384, 2048, 5632, gated, training)
+            for figures in (None, rates.Figures(3.0, 0.02)):
+                decision = rates.decide(problem, figures, "union", table)
                 if gated and not training:
                     assert decision.strategy == "union"
                     continue
@@ -211,7 +211,7 @@ def test_kinds_of_calls_that_were_not_measured_are_dense(
                 assert decision.reason == (
                     f'no times of kind "{name}" for NVIDIA Pretended; `twell tune --kinds "{name}"` measures them'
                 )
-                assert costs.costs(problem, costs.Figures(3.0, 0.02), table) == {"dense": 1.0}
+                assert costs.costs(problem, rates.Figures(3.0, 0.02), table) == {"dense": 1.0}
     x = torch.empty(16384, 2048, device="meta")
     monkeypatch.setattr(tables, "in_use", lambda on: table)
     found = [sites.without_site(x, 5632, *kind, False).strategy for kind in itertools.product((True, False), repeat=2)]
@@ -222,15 +222,15 @@ def test_kinds_of_calls_that_were_not_measured_are_dense(
 def test_auto_keeps_to_what_the_family_takes(capability: Capability, gpu: Callable[[Capability], None]) -> None:
     """Neurons beyond the hybrid format's of the portable family leave "row" and dense."""
     gpu(capability)
-    table = tables.in_use(torch.device("cuda", 0))
+    table = rates.in_use(torch.device("cuda", 0))
     assert table.union_neurons == (65536 if capability == (9, 0) else geometry.PORTABLE_UNION_NEURONS)
     assert table.screens == (capability == (9, 0))
     for n in (geometry.PORTABLE_UNION_NEURONS, geometry.PORTABLE_UNION_NEURONS + 8):
         taken = n <= table.union_neurons
         for training in (False, True):
-            problem = costs.Problem(16384, 2048, n, True, training)
-            assert ("union" in costs.costs(problem, costs.Figures(1.0, 0.01), table)) == taken
-            decision = costs.decide(problem, costs.Figures(1.0, 0.01), None, table)
+            problem = rates.Problem(16384, 2048, n, True, training)
+            assert ("union" in costs.costs(problem, rates.Figures(1.0, 0.01), table)) == taken
+            decision = rates.decide(problem, rates.Figures(1.0, 0.01), None, table)
             assert decision.strategy == ("union" if taken else "dense" if training else decision.strategy)
             assert taken or decision.strategy != "union"
 

@@ -17,8 +17,8 @@ import twell
 from twell import _autograd, _modes, ops, testing, tuning
 from twell._activation import RELU, activation_of
 from twell._runtime import device, geometry, resolve, specs
-from twell.strategy import costs
-from twell.strategy import site as sites
+from twell.choose import rates
+from twell.choose import site as sites
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -179,7 +179,7 @@ def test_figures_count_what_fires(fuse: bool, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sites.Measurement, "counts", keep)
     gate = torch.randn(300, 264).to(BF16)
     gate[:128, :7], gate[7, 3], gate[:, 9] = -0.0, torch.nan, -1.0
-    measurement = sites.Measurement(twell.AutoStrategy(), costs.Problem(300, 32, 264, True, False), 0)
+    measurement = sites.Measurement(twell.AutoStrategy(), rates.Problem(300, 32, 264, True, False), 0)
     for each in (gate, F.relu(gate)):
         measurement.dense(each)
     active = F.relu(gate) != 0

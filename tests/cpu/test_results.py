@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from twell.strategy import costs, tables
 
 from profiling import figures, held_out, measurements, readme
 from profiling.draw.common import loads
 from twell.commands import tune
-from twell.strategy import costs, tables
 
 
 def test_readme_has_the_figures_of_the_results(

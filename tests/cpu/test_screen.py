@@ -14,9 +14,9 @@ from tests import family as families
 from twell import ops, reference, testing
 from twell._activation import RELU, Activation
 from twell._runtime import device, screen
+from twell.choose.plan import Route
 from twell.ops import screened
 from twell.ops.operands import Layer
-from twell.strategy.plan import Route
 
 BF16 = torch.bfloat16
 

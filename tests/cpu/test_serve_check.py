@@ -17,12 +17,12 @@ import saved_models
 from safetensors.torch import load_file, save_file
 
 from profiling import figures, float8
+from twell.choose import rates
+from twell.choose.site import AutoStrategy
 from twell.commands import cli, serve_check
 from twell.float8 import quantize
 from twell.integrations import vllm
 from twell.integrations.layouts import LayerFigures, measured
-from twell.strategy import costs, tables
-from twell.strategy.site import AutoStrategy
 
 SIZES = ["--prefill", "2048", "--decode", "1", "64"]
 
@@ -92,9 +92,9 @@ def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: py
         (1, 2048, False),
     ]
     for row in data["rows"]:
-        problem = costs.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512)
-        known = costs.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
-        decision = costs.decide(problem, known, None)
+        problem = rates.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512)
+        known = rates.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
+        decision = rates.decide(problem, known, None)
         assert row["costs"] == decision.costs
         assert (row["strategy"], row["reason"]) == decision[:2]
         assert row["share"] == decision.costs[decision.strategy]
@@ -124,12 +124,12 @@ def test_unions_are_those_that_a_server_takes_for_as_many_tokens(decode: bool) -
     figures = LayerFigures(30.0, 0.05, 0.4)
     for m, union in ((1, 0.4), (512, 0.4), (1024, 0.4), (1025, 0.05), (2048, 0.05), (16384, 0.05)):
         row = serve_check.predict(layer, figures, m, decode, ranks=2)
-        problem = costs.Problem(m, 2048, 2816, True, False, merged=m <= 512)
-        assert row.costs == costs.decide(problem, costs.Figures(15.0, union), None).costs
+        problem = rates.Problem(m, 2048, 2816, True, False, merged=m <= 512)
+        assert row.costs == rates.decide(problem, rates.Figures(15.0, union), None).costs
         # a server's layer, as ServedStrategy.learn tells it
         site = AutoStrategy()
         for typical, of in ((vllm.BATCH, figures.batch), (vllm.PROMPTS, figures.text)):
-            site.observe(problem._replace(m=typical), costs.Figures(15.0, of))
+            site.observe(problem._replace(m=typical), rates.Figures(15.0, of))
         site.choose(problem)
         assert [choice.costs for choice in site.explain()] == [row.costs]
 
@@ -244,8 +244,8 @@ def test_shares_in_e4m3_are_those_that_were_measured() -> None:
         assert row.share == row.costs[row.strategy] == min(row.costs.values())
         # "auto" takes the fastest
         assert shares[row.strategy] == min(shares.values())
-        assert nonzeros / n <= costs.FLOAT8_DENSITY
-        assert serve_check._apart(layer, LayerFigures(nonzeros, union, union), 1, tables.SHIPPED)[0] <= 1
+        assert nonzeros / n <= rates.FLOAT8_DENSITY
+        assert serve_check._apart(layer, LayerFigures(nonzeros, union, union), 1, rates.SHIPPED)[0] <= 1
 
 
 def test_times_in_16_bits_allow_for_tokens_that_vary() -> None:
@@ -269,7 +269,7 @@ def test_times_in_16_bits_allow_for_tokens_that_vary() -> None:
 def test_no_verdict_far_from_what_was_measured(dtype: str, size: tuple[int, int], share: float) -> None:
     layer, of = serve_check.Layer("", 0, *size, 0.5, dtype), LayerFigures(share * size[1], 0.3, 0.3)
     row = serve_check.predict(layer, of, 1, True, 1)
-    *_, said = serve_check._report(Path(), [layer], [of], [row], [], 1, tables.SHIPPED)
+    *_, said = serve_check._report(Path(), [layer], [of], [row], [], 1, rates.SHIPPED)
     far = size[0] == 64 or (share == 0.5 and layer.float8)
     assert said.startswith(f"Verdict: {'none, too far from all measured layers' if far else 'FFNs gain'}")
     assert ("H100" in said) == (layer.float8 and not far)

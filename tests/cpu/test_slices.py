@@ -10,12 +10,12 @@ import twell
 from twell import testing
 from twell._activation import RELU
 from twell._runtime import geometry
+from twell.choose import rates
+from twell.choose.plan import Route
+from twell.choose.site import Measurement
 from twell.ops import hybrid, screened, slices
 from twell.ops.ffn import _run, _sparse_on_cpu
 from twell.ops.operands import Layer
-from twell.strategy import costs
-from twell.strategy.plan import Route
-from twell.strategy.site import Measurement
 
 K, N = 16, 2 * geometry.MAX_NEURONS + 1000
 
@@ -57,7 +57,7 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = Layer(t["x"], t["w_up"], None, t["w_down"], t["b_up"], None, None)
     fires = F.pad(F.linear(t["x"].double(), t["w_up"].double(), t["b_up"].double()) > 0, (0, 0, 0, -tokens % 128))
     expected = fires.view(2, 128, N).any(1).sum(1)
-    problem = costs.Problem(tokens, K, N, False, False)
+    problem = rates.Problem(tokens, K, N, False, False)
     measurement = Measurement(twell.AutoStrategy(), problem, 0, True)
     _run(_sparse_on_cpu, lambda *_: None, wide, 8, RELU, Route("union", measurement=measurement), False, True)
     candidates = noted[0]["candidates"]
@@ -82,10 +82,10 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     level = RELU._replace(name="fatrelu", threshold=torch.zeros(N, dtype=torch.bfloat16))
     assert torch.equal(screened.wanted(measurement, wide, level), candidates)
     for training in (False, True):
-        large = costs.Problem(8192, 2304, 262144, False, training)
-        figures = costs.Figures(60.0, 0.04)
-        assert costs.worth_screening(large, figures)
-        assert costs.decide(large, figures._replace(candidates=0.05), "union", None).strategy == "union+screen"
+        large = rates.Problem(8192, 2304, 262144, False, training)
+        figures = rates.Figures(60.0, 0.04)
+        assert rates.worth_screening(large, figures)
+        assert rates.decide(large, figures._replace(candidates=0.05), "union", None).strategy == "union+screen"
 
 
 @pytest.mark.parametrize("mains", [False, True], ids=["grads", "mains"])

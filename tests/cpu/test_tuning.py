@@ -20,12 +20,12 @@ from profiling.draw.common import loads
 from profiling.figures import RESULTS
 from twell import testing
 from twell._runtime import device, fingerprint, specs
+from twell.choose import rates
+from twell.choose import rates as rules
+from twell.choose import site as sites
+from twell.choose.rates import Figures, Problem
 from twell.commands import info, timing, tune
 from twell.commands.request import RequestError
-from twell.strategy import costs as rules
-from twell.strategy import site as sites
-from twell.strategy import tables
-from twell.strategy.costs import Figures, Problem
 
 GPU = "NVIDIA H100 80GB HBM3"
 MACHINE = f"{GPU} (132 SMs, 79 GiB); driver 580; torch 2.11.0"
@@ -114,49 +114,49 @@ CUDA = torch.device("cuda", 0)
 
 
 def test_a_users_table_serves_its_gpu(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert tables.in_use(CUDA) is tables.in_use(torch.device("cpu")) is tables.SHIPPED
+    assert rates.in_use(CUDA) is rates.in_use(torch.device("cpu")) is rates.SHIPPED
     assert not folder.exists()
     assert not caplog.records
-    path = tables.write(table_of(OWN))
+    path = rates.write(table_of(OWN))
     forget()
     assert path == folder / "NVIDIA_H100_80GB_HBM3.json"
-    table = tables.in_use(CUDA)
+    table = rates.in_use(CUDA)
     assert (table.file, table.gpu, table.date) == (path, GPU, "2026-11-22T10:00:00+00:00")
     assert {key for key in table.costs if key[:2] == (False, True)} == set(OWN)
     assert table.costs[False, True, 1536, 4096] == OWN[False, True, 1536, 4096]
     # kinds that were not measured are the shipped ones
-    assert {key for key in table.costs if key[0]} == {key for key in tables.SHIPPED.costs if key[0]}
+    assert {key for key in table.costs if key[0]} == {key for key in rates.SHIPPED.costs if key[0]}
     problem = Problem(64, 1536, 4096, True, False)
     decision = rules.decide(problem, Figures(10, None), None, table)
     assert decision.costs["row"] == pytest.approx(0.25 + 5 * 10 / 4096)
     assert rules.decide(problem, Figures(10, None), None).costs != decision.costs
     # another model has another file
-    assert tables.read("NVIDIA GH200") is tables.SHIPPED
+    assert rates.read("NVIDIA GH200") is rates.SHIPPED
     # on the GPU of the shipped table own layers join its layers
-    tables.write(table_of(OWN, tables.SHIPPED.machine))
-    assert tables.read(tables.SHIPPED.gpu).costs == tables.SHIPPED.costs | OWN
+    rates.write(table_of(OWN, rates.SHIPPED.machine))
+    assert rates.read(rates.SHIPPED.gpu).costs == rates.SHIPPED.costs | OWN
 
 
 def test_a_later_run_keeps_the_layers_of_an_earlier_one(folder: Path) -> None:
     later: Any = {(True, True, 1536, 4096): {1024: {"union": (0.5, 0.0, 0.0, 0.0)}}}
-    tables.write(table_of(OWN))
-    path = tables.write(table_of(later))
+    rates.write(table_of(OWN))
+    path = rates.write(table_of(later))
     assert tables.parse(path.read_text()).costs == OWN | later
     # but not those of other kernels, nor of a damaged file
     path.write_text(path.read_text().replace(fingerprint.source_hash(), "0" * 64))
-    assert tables.parse(tables.write(table_of(later)).read_text()).costs == later
+    assert tables.parse(rates.write(table_of(later)).read_text()).costs == later
     path.write_text("{")
-    assert tables.parse(tables.write(table_of(OWN)).read_text()).costs == OWN
+    assert tables.parse(rates.write(table_of(OWN)).read_text()).costs == OWN
     assert [each.name for each in path.parent.glob("*.json")] == [path.name]
     # fewer numbers of tokens do not replace those that are known
     some: Any = {key: dict(list(by_tokens.items())[:1]) for key, by_tokens in OWN.items()}
-    assert tables.parse(tables.write(table_of(some)).read_text()).costs == OWN
+    assert tables.parse(rates.write(table_of(some)).read_text()).costs == OWN
 
 
 def test_processes_that_write_at_once_lose_nothing(folder: Path) -> None:
     layers: list[Any] = [{(True, True, 8 * i, 4096): {64: {"union": (0.5, 0.0, 0.0, 0.0)}}} for i in range(1, 9)]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        paths = list(pool.map(lambda costs: tables.write(table_of(costs)), layers))
+        paths = list(pool.map(lambda costs: rates.write(table_of(costs)), layers))
     assert len(tables.parse(paths[0].read_text()).costs) == len(layers)
 
 
@@ -190,11 +190,11 @@ def changed(**entries: Any) -> str:
 def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
     text: str, said: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tables.write(table_of(OWN))
+    path = rates.write(table_of(OWN))
     path.write_text(text, encoding="latin-1")
     for index in (0, 1, 0):
-        table = tables.in_use(torch.device("cuda", index))
-        assert table.costs is tables.SHIPPED.costs
+        table = rates.in_use(torch.device("cuda", index))
+        assert table.costs is rates.SHIPPED.costs
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert said in record.message
@@ -202,10 +202,10 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
 
 
 def test_a_table_of_other_kernels_is_used_with_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tables.write(table_of(OWN))
+    path = rates.write(table_of(OWN))
     path.write_text(changed(kernels="0" * 64))
     for index in (0, 1, 0):
-        table = tables.in_use(torch.device("cuda", index))
+        table = rates.in_use(torch.device("cuda", index))
         assert table.file == path
         assert table.costs[False, True, 1536, 4096] == OWN[False, True, 1536, 4096]
     (record,) = caplog.records
@@ -216,10 +216,10 @@ def test_no_driver_no_home_no_table(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor does a pipe in its place, which nobody may wait for."""
-    path = tables.write(table_of(OWN))
+    path = rates.write(table_of(OWN))
     path.unlink()
     os.mkfifo(path)
-    assert tables.in_use(CUDA).costs is tables.SHIPPED.costs
+    assert rates.in_use(CUDA).costs is rates.SHIPPED.costs
     assert "it must be a file" in caplog.text
 
     def fails(*_: Any) -> Any:
@@ -227,9 +227,9 @@ def test_no_driver_no_home_no_table(
 
     monkeypatch.setenv("TWELL_CACHE_DIR", "~no-such-user/twell")
     forget()
-    assert tables.read(GPU) is tables.SHIPPED
+    assert rates.read(GPU) is rates.SHIPPED
     monkeypatch.setattr(device, "name", fails)
-    assert tables.in_use(CUDA) is tables.SHIPPED
+    assert rates.in_use(CUDA) is rates.SHIPPED
 
 
 def test_a_site_decides_by_the_table_of_its_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,12 +246,12 @@ def test_info_names_the_table(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), devices))
         return "\n".join(info.lines(info.collect(), verbose=False)).partition('Table of "auto"')[2]
 
-    ours = tables.SHIPPED.gpu
-    assert f"  {ours}: shipped, measured on {ours}, {tables.SHIPPED.date[:10]}" in told(ours)
+    ours = rates.SHIPPED.gpu
+    assert f"  {ours}: shipped, measured on {ours}, {rates.SHIPPED.date[:10]}" in told(ours)
     assert '  Small: none, and "auto" is dense there until `twell tune` has measured it' in told(ours)
     assert "note:" not in told(ours)
     assert f"note: these are times of another GPU; `twell tune` measures {GPU}" in told()
-    path = tables.write(table_of(OWN))
+    path = rates.write(table_of(OWN))
     assert f"  {GPU}: {path}, measured on {GPU}, 2026-11-22\n" in told()
     assert f"  kinds of calls: gated; the shipped times of {ours}: training, non-gated, non-gated training\n" in told()
     path.write_text(changed(kernels="0" * 64))
@@ -345,12 +345,12 @@ def test_files_that_tune_did_not_write(
 
 def test_the_shipped_table_is_fitted_to_the_results() -> None:
     text, found = tables.PATH.read_text(), loads((RESULTS / "tuning.json").read_text())
-    assert tables.text_of(tables.SHIPPED) == text
+    assert tables.text_of(rates.SHIPPED) == text
     # by the name that version 0.2 gave it, too
-    assert tables.parse(text.replace(tables.SCREENED, "screened")).costs == tune.fit(found["rows"])
-    assert tables.SHIPPED.costs == tune.fit(found["rows"])
-    assert (tables.SHIPPED.machine, tables.SHIPPED.date) == (found["machine"], found["date"][:10])
-    assert "choices lose 0.2% on average" in tune.report(tables.SHIPPED.costs, found["rows"])
+    assert tables.parse(text.replace(rates.SCREENED, "screened")).costs == tune.fit(found["rows"])
+    assert rates.SHIPPED.costs == tune.fit(found["rows"])
+    assert (rates.SHIPPED.machine, rates.SHIPPED.date) == (found["machine"], found["date"][:10])
+    assert "choices lose 0.2% on average" in tune.report(rates.SHIPPED.costs, found["rows"])
 
 
 def test_figures_of_a_measured_layer() -> None:
@@ -375,7 +375,7 @@ def test_the_plan() -> None:
     gated = [step.m for step in steps if step.kind == "gated" and (step.k, step.n) == tune.SHAPES[-1]]
     # from the first number that is more than one pass, where that is
     assert min(gated) == specs.DECODE_TOKENS[-1] + 1
-    assert len(tune.plan(table=tables.portable(tables.SHIPPED))) > len(steps)
+    assert len(tune.plan(table=tables.portable(rates.SHIPPED))) > len(steps)
     for step in steps:
         assert ("dense" in step.patterns) == (step.m <= tune.MOST_TOKENS_OF_DENSE and not step.problem.training)
     (one,) = tune.plan([(64, 264)], ["training"], [300], ["skew", "dense"])
@@ -413,12 +413,12 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     printed = capsys.readouterr().out
     assert '; "auto" uses it in processes that start now\nincomplete: 1 of 2 layers; ' in printed
     assert printed.endswith("run again with --budget-s 4000\n")
-    assert tables.in_use(CUDA).measured == {(False, True)}
+    assert rates.in_use(CUDA).measured == {(False, True)}
 
     monkeypatch.setattr(tune, "measure", lambda *_, **others: iter(rows))
     assert tune.tune(arguments, timing.Device()) == 0
     forget()
-    table = tables.in_use(CUDA)
+    table = rates.in_use(CUDA)
     assert {key: set(nodes) for key, nodes in table.costs.items() if key[1]} == {
         (False, True, 32, 264): {33, 130},
         (True, True, 32, 264): {130},
@@ -436,7 +436,7 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
 def test_tables_that_were_sent_are_whole() -> None:
     for path in (Path(shipped.__file__).parent / "tables").glob("*.json"):
         table = tables.parse(path.read_text())
-        assert path.name == tables.path_of(table.gpu).name
+        assert path.name == rates.path_of(table.gpu).name
         for step in tune.plan():
             known = table.costs.get((step.problem.training, step.problem.gated, step.k, step.n), {})
             assert step.m in known, f"{path.name}: a layer is not measured to the end: {step}"
@@ -488,7 +488,7 @@ def test_needs_a_gpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_held_out_points_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert held_out.points() == held_out.points() != held_out.points(seed=1)
-    layers = {key[2:] for key in tables.SHIPPED.costs} | set(tune.SHAPES)
+    layers = {key[2:] for key in rates.SHIPPED.costs} | set(tune.SHAPES)
     assert not layers & {(point.problem.k, point.problem.n) for point in held_out.points()}
     calls = (Problem(130, 32, 264, True, False), Problem(130, 32, 264, False, True))
     few = [held_out.Point(call, testing.Workload(9.0, neuron_sigma=1.0)) for call in calls]

@@ -17,16 +17,16 @@ from tests.cpu import fake_gpu
 from twell import _configuration
 from twell._activation import Activation
 from twell._runtime import device, host
+from twell.choose import rates
+from twell.choose import site as sites
+from twell.choose.plan import Facts, routed
+from twell.choose.rates import Figures, Problem
 from twell.float8 import E4M3
 from twell.integrations import _vllm_auto, _vllm_kernels, layouts
 from twell.integrations import vllm as plugin
 from twell.integrations._vllm_auto import FIRST_STEPS, Kept, ServedStrategy, watch
 from twell.ops.library import check_layer
 from twell.ops.operands import Layer
-from twell.strategy import site as sites
-from twell.strategy import tables
-from twell.strategy.costs import Figures, Problem
-from twell.strategy.plan import Facts, routed
 
 transformers = pytest.importorskip("transformers")
 CONFIG_MAPPING = transformers.models.auto.configuration_auto.CONFIG_MAPPING

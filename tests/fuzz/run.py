@@ -36,7 +36,7 @@ from tests import family
 from tests.cases.drawn import Limits, draw
 from tests.cases.verdicts import attempt
 from tests.fuzz.ledger import Record, header, print_summary, read, record_of, summary
-from twell.strategy import costs
+from twell.choose import rates
 from twell.testing.case import KINDS, Case
 
 MOST_MISMATCHES = 10

@@ -7,7 +7,7 @@ import pytest
 
 from tests import family as families
 from twell import testing
-from twell.strategy import costs, tables
+from twell.choose import rates
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

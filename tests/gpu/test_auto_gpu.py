@@ -15,8 +15,8 @@ from tests import programs
 from tests.gpu.strategies import BOTH, module, set_weights
 from twell import testing, tuning
 from twell._runtime import specs
+from twell.choose import rates
 from twell.ops import screened
-from twell.strategy import costs, tables
 from twell.testing import FFN
 
 M = 4096
@@ -65,10 +65,10 @@ def backward(y: Tensor) -> None:
     y.backward(torch.ones_like(y))
 
 
-def true_figures(problem: FFN) -> costs.Figures:
+def true_figures(problem: FFN) -> rates.Figures:
     active = torch.relu(problem.x @ problem.w_gate.T) != 0
     union = active.view(-1, 128, active.shape[1]).any(1).float().mean()
-    return costs.Figures(active.sum().item() / len(problem.x), union.item())
+    return rates.Figures(active.sum().item() / len(problem.x), union.item())
 
 
 @BOTH

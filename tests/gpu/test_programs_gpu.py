@@ -11,7 +11,7 @@ import twell
 from tests.gpu.strategies import module
 from twell import testing
 from twell._runtime import host, program
-from twell.strategy.plan import Route
+from twell.choose.plan import Route
 
 CUDA = torch.device("cuda", 0)
 K, N = 1024, 2816

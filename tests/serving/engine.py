@@ -19,7 +19,7 @@ from typing import Any
 
 def describe(model: Any) -> dict[str, Any]:
     """The class of the model, its layers that twell runs, how down weights lie, and what "auto" did."""
-    from twell.strategy.site import found
+    from twell.choose.site import found
 
     methods = {name: (layer, getattr(layer, "quant_method", None)) for name, layer in model.named_modules()}
     ours = {name: pair for name, pair in methods.items() if type(pair[1]).__name__ == "RunsFFN"}
@@ -54,10 +54,10 @@ def describe(model: Any) -> dict[str, Any]:
 
 def let_auto_choose() -> None:
     """Let the CPU pass for a GPU where "auto" asks."""
-    from twell.strategy import site as sites
-    from twell.strategy import tables
+    from twell.choose import rates
+    from twell.choose import site as sites
 
-    tables.imposed = lambda *_: ""
+    rates.imposed = lambda *_: ""
     sites.Transfer = lambda values: SimpleNamespace(arrived=lambda: True, read=values.tolist)  # type: ignore[misc]
 
 

@@ -21,10 +21,10 @@ from twell._execution import Aux, dense_aux
 from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, of_torch, only_moves, runs_its_class
 from twell._projections import Projection
 from twell._runtime.log import warn_once
+from twell.choose.plan import Facts, routed
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
 from twell.ops.calls import How
 from twell.ops.operands import Layer
-from twell.strategy.plan import Facts, routed
 
 # The names of projections in layers of twell.
 GATED = ("gate_proj", "up_proj", "down_proj")

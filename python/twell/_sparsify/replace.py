@@ -43,9 +43,9 @@ from twell._sparsify.modules import (
     put_pair,
     turn,
 )
+from twell.choose.plan import Facts, routed
 from twell.functional import Strategy
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
-from twell.strategy.plan import Facts, routed
 
 Filter = Callable[[nn.Module, str], bool]
 Names = Sequence[str] | Sequence[Sequence[str]]

@@ -12,6 +12,7 @@ from typing import Any
 from twell import _files, tuning
 from twell._activation import NAMES_OF_FAMILY
 from twell._runtime import geometry
+from twell.choose.rates import in_use
 from twell.commands import analyze_experts, experts, saved_model, sparsity
 from twell.commands.prediction import HOST_BOUND, PAYS, Call, Forecast, Prediction, Requirement, forecast, requirement
 from twell.commands.request import aligned, as_percent, at_least, check_file, listed, pick_device
@@ -26,7 +27,6 @@ from twell.commands.sparsity import (
     figures_cells,
     figures_header,
 )
-from twell.strategy.tables import in_use
 
 DESCRIPTION = """\
 Run a model on text, and report the sparsity of each feed-forward layer, the strategy that measured times favour, and

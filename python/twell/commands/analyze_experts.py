@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from twell._activation import NAMES_OF_FAMILY
+from twell.choose.rates import EXPERTS_GPU, EXPERTS_MEASURED
 from twell.commands.experts import STEPS, ExpertsSparsity, speedups
 from twell.commands.prediction import FAR, PAYS, TOO_FAR, distance
 from twell.commands.request import aligned, as_percent, counted, listed
-from twell.strategy.costs import EXPERTS_GPU, EXPERTS_MEASURED
 
 COLUMNS = {
     "experts": "experts of the layer",

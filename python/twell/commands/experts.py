@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from twell import tuning
 from twell._activation import Activation
 from twell._runtime import geometry
+from twell.choose.plan import Facts, unpackable
+from twell.choose.rates import experts_seconds
 from twell.commands import saved_model
 from twell.commands.saved_model import Watched
 from twell.commands.sparsity import patterns
-from twell.strategy.costs import experts_seconds
-from twell.strategy.plan import Facts, unpackable
 
 # Sequences of the steps of decoding.
 STEPS = (1, 8, 32, 64, 128, 256)

@@ -13,7 +13,7 @@ import torch
 import twell
 from twell._runtime import cache, device, env, fingerprint, host, packaged
 from twell._runtime.log import logger
-from twell.strategy.tables import KINDS, SHIPPED, read
+from twell.choose.rates import KINDS, SHIPPED, read
 
 # nvidia-cutlass-dsl is the compiler, which is optional
 PACKAGES: tuple[str, ...] = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from twell._runtime import geometry
+from twell.choose import rates
+from twell.choose.plan import Facts, unpackable
+from twell.choose.rates import SCREENED, Table
 from twell.commands.request import counted
 from twell.commands.sparsity import LayerSparsity
-from twell.strategy import costs
-from twell.strategy.plan import Facts, unpackable
-from twell.strategy.tables import SCREENED, Table
 
 # A layer is far from the nearest measured one if its K or K * N differs by more than the first factor, and beyond
 # prediction by more than the second.
@@ -58,15 +58,15 @@ class Prediction:
 def nearest(shape: Shape, call: Call, table: Table | None = None) -> tuple[tuple[int, int], bool]:
     """K and N of the measured layer nearest to a layer, and whether it is very different."""
     gated, k, n = shape
-    _, gate, *measured = costs.nearest(costs.Problem(call.tokens, k, n, gated, call.training), table)
+    _, gate, *measured = costs.nearest(rates.Problem(call.tokens, k, n, gated, call.training), table)
     found = measured[0], measured[1]
     return found, gate != gated or distance((k, n), found) > FAR
 
 
-def _problem(shape: Shape, call: Call) -> costs.Problem:
+def _problem(shape: Shape, call: Call) -> rates.Problem:
     """The sizes of a call. Layers lay their down weight out by rows in inference; in training it is the user's."""
     gated, k, n = shape
-    return costs.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
+    return rates.Problem(call.tokens, k, n, gated, call.training, down_copied=call.training)
 
 
 def distance(size: tuple[int, int], measured: tuple[int, int]) -> float:
@@ -81,7 +81,7 @@ def predict(report: LayerSparsity, call: Call, table: Table | None = None) -> Pr
     refusal = unpackable(Facts("sizes", n=report.n, k=report.k))
     if refusal:
         return Prediction(call, "dense", 1.0, refusal.message, measured, far)
-    decision = costs.decide(problem, report.figures, None, table)
+    decision = rates.decide(problem, report.figures, None, table)
     sparse = {name: cost for name, cost in decision.costs.items() if name != "dense"}
     reason = decision.reason
     if not sparse:
@@ -106,8 +106,8 @@ def most_nonzeros(shape: Shape, call: Call, table: Table | None = None) -> int:
 
     def pays(nonzeros: int) -> bool:
         share = nonzeros / n
-        figures = costs.Figures(nonzeros, 1 - (1 - share) ** geometry.TOKEN_TILE)
-        decision = costs.decide(problem, figures, None, table)
+        figures = rates.Figures(nonzeros, 1 - (1 - share) ** geometry.TOKEN_TILE)
+        decision = rates.decide(problem, figures, None, table)
         return decision.costs[decision.strategy] * PAYS <= 1
 
     # from few to many in steps of 2 %, since a cost need not rise with them everywhere

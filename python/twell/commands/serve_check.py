@@ -17,12 +17,22 @@ from torch import Tensor
 from twell import _configuration, _files
 from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._runtime import geometry
+from twell.choose.plan import PACKED_DTYPES, Facts, Route, unpackable
+from twell.choose.rates import (
+    ASSUMED_DENSITY,
+    FLOAT8,
+    FLOAT8_DENSITY,
+    SHIPPED,
+    Figures,
+    Problem,
+    Table,
+    decide,
+    in_use,
+    nearest,
+)
 from twell.commands import prediction, saved_model, sparsity
 from twell.commands.request import RequestError, aligned, as_percent, at_least, check_file, number_above, pick_device
 from twell.integrations import float8_layouts, layouts, vllm
-from twell.strategy.costs import ASSUMED_DENSITY, FLOAT8_DENSITY, Figures, Problem, decide, nearest
-from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
-from twell.strategy.tables import FLOAT8, SHIPPED, Table, in_use
 from twell.tuning import MERGED_TOKENS
 
 DESCRIPTION = """\

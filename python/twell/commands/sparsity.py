@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from twell import _compaction
 from twell._activation import RELU, Activation
 from twell._runtime import geometry, specs
+from twell.choose.plan import PACKED_DTYPES
+from twell.choose.rates import Figures
 from twell.commands import saved_model
 from twell.commands.request import as_percent
 from twell.commands.saved_model import Batch, Gate, Watched, WatchedLayer
 from twell.ops import screened
-from twell.strategy.costs import Figures
-from twell.strategy.plan import PACKED_DTYPES
 
 UNIONS = (16, 64, 128, 256)
 HOTTEST = (64, 256, 1024)

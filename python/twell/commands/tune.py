@@ -8,7 +8,7 @@ replayed with each pattern, since clocks drift. A strategy that takes several ti
 For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density + c *
 heaviest, none negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). The
 factors are the shares of neurons that a tile of 128 tokens, a token and a token of the heaviest group fire
-(``twell.strategy.costs.shares``); c is for few tokens (``costs.waits``). For the screen the last factor is the share of
+(``twell.choose.rates.shares``); c is for few tokens (``costs.waits``). For the screen the last factor is the share of
 candidates of a tile (``costs.factors``), which the screen counts.
 """
 
@@ -28,11 +28,11 @@ from torch import Tensor
 from twell import testing, tuning
 from twell._runtime import cache, geometry, specs
 from twell._runtime import device as driver
+from twell.choose import rates
+from twell.choose.rates import Figures, Problem
 from twell.commands import timing
 from twell.commands.request import RequestError, number_above, pick_device
 from twell.ops import screened
-from twell.strategy import costs, tables
-from twell.strategy.costs import Figures, Problem
 from twell.testing import FFN, Workload
 
 DESCRIPTION = """\
@@ -130,7 +130,7 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
     for start in range(0, m, 16384):
         stop = min(m, start + 16384)
         active = F.relu(F.linear(problem.x[start:stop], problem.w_gate)) != 0
-        counts = F.pad(active.sum(1), (0, -len(active) % costs.HEAVY_GROUP)).view(-1, costs.HEAVY_GROUP).sum(1)
+        counts = F.pad(active.sum(1), (0, -len(active) % rates.HEAVY_GROUP)).view(-1, rates.HEAVY_GROUP).sum(1)
         nonzeros, heaviest = nonzeros + int(counts.sum()), max(heaviest, int(counts.max()))
         tiles = active[: max(min(whole, stop) - start, 0)]
         if len(tiles):
@@ -138,7 +138,7 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
     share = union * geometry.TOKEN_TILE / (whole * n) if whole else None
     listed = screened.count(problem.x[:whole], problem.w_gate, None) if screen and whole else None
     candidates = None if listed is None else int(listed.sum()) * geometry.TOKEN_TILE / (whole * n)
-    return Figures(nonzeros / m, share, heaviest / min(m, costs.HEAVY_GROUP), candidates)
+    return Figures(nonzeros / m, share, heaviest / min(m, rates.HEAVY_GROUP), candidates)
 
 
 def extremes_of(problem: FFN) -> dict[str, float]:
@@ -210,7 +210,7 @@ class Layer:
 
 def sparse_strategies(training: bool) -> tuple[str, ...]:
     """The sparse strategies that differ."""
-    return ("union", tables.SCREENED) if training else ("row", "union", tables.SCREENED)
+    return ("union", rates.SCREENED) if training else ("row", "union", rates.SCREENED)
 
 
 def measured_strategies(problem: Problem, device: timing.Device) -> tuple[str, ...]:
@@ -220,7 +220,7 @@ def measured_strategies(problem: Problem, device: timing.Device) -> tuple[str, .
     return tuple(
         name
         for name in sparse_strategies(problem.training)
-        if name != tables.SCREENED or (screens and problem.m >= LEAST_SCREENED)
+        if name != rates.SCREENED or (screens and problem.m >= LEAST_SCREENED)
     )
 
 
@@ -277,7 +277,7 @@ def plan(
                 named = patterns or [pattern for pattern in PATTERNS if pattern != ASIDE]
                 chosen = tuple(pattern for pattern in named if pattern != "dense" or m <= most)
                 step = Step(k, n, kind, m, chosen)
-                if chosen and not costs.in_one_pass(step.problem, table):
+                if chosen and not rates.in_one_pass(step.problem, table):
                     steps.append(step)
     return steps
 
@@ -318,7 +318,7 @@ def measure_step(step: Step, problems: dict[str, FFN], device: timing.Device, se
     dense: timing.Recording | None = None
     for pattern, drawn in problems.items():
         strategies = measured_strategies(problem, device)
-        figures = figures_of(drawn, tables.SCREENED in strategies)
+        figures = figures_of(drawn, rates.SCREENED in strategies)
         more = extremes_of(drawn)
         if problem.training and figures.nonzeros * step.m > geometry.hybrid_capacity(step.m, step.n):
             continue
@@ -393,8 +393,8 @@ def usable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         if row["strategy"] not in sparse_strategies(row["training"]):
             named = ", ".join(sparse_strategies(row["training"]))
             raise ValueError(f"strategy must be one of {named}, got {row['strategy']!r}")
-        if row["strategy"] == tables.SCREENED and row.get("candidates") is None:
-            raise ValueError(f"candidates of {tables.SCREENED} must be a share of the neurons, got none")
+        if row["strategy"] == rates.SCREENED and row.get("candidates") is None:
+            raise ValueError(f"candidates of {rates.SCREENED} must be a share of the neurons, got none")
         if type(row["relative"]) is not float or not 0 < row["relative"] < math.inf:
             raise ValueError(f"relative must be a positive time over dense's, got {row['relative']!r}")
     return list(latest.values())
@@ -418,7 +418,7 @@ def fit(rows: Iterable[dict[str, Any]]) -> tables.Costs:
         relative = _vector(row["relative"] for row in group)
         # for one token the shares are equal. Ties take the first column: density, because the coefficient of the union
         # would be far too large for a few more tokens
-        columns = 4 if strategy == tables.SCREENED or costs.waits(problem_of(group[0])) else 3
+        columns = 4 if strategy == rates.SCREENED or costs.waits(problem_of(group[0])) else 3
         factors = (costs.factors(problem_of(row), measured_figures(row), strategy) for row in group)
         terms = torch.stack([_vector((one, density, union, last)[:columns]) for one, union, density, last in factors])
         weights = (_vector(fastest[place_of(row)] for row in group) / relative) ** WEIGHT_POWER
@@ -541,11 +541,11 @@ def run(arguments: argparse.Namespace) -> int:
 def tune(arguments: argparse.Namespace, device: timing.Device) -> int:
     """``run`` on a device."""
     try:
-        folder = cache.open_folder(tables.FOLDER)
+        folder = cache.open_folder(rates.FOLDER)
     except (OSError, cache.UnsafeCacheError, ValueError) as error:
         raise RequestError(f"the table cannot be written: {error}") from error
     machine = testing.machine_line(device.torch_device)
-    steps = plan(arguments.shape, arguments.kinds, table=tables.in_use(device.torch_device))
+    steps = plan(arguments.shape, arguments.kinds, table=rates.in_use(device.torch_device))
     measured = list(measure(steps, device, budget_s=arguments.budget_s))
     rows = list(itertools.chain(*measured))
     costs = whole(fit(rows), steps)
@@ -554,7 +554,7 @@ def tune(arguments: argparse.Namespace, device: timing.Device) -> int:
     if not costs:
         print(f"no row to make a table of; {folder} stays as it is")
     else:
-        path = tables.write(tables.Table(costs, machine, now()))
+        path = rates.write(tables.Table(costs, machine, now()))
         print(f'wrote {path}; "auto" uses it in processes that start now')
     if len(measured) < len(steps):
         layers, enough = len({key_of(step) for step in steps}), max(LONG_S, 2 * arguments.budget_s)

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from twell import _files
 from twell._runtime import cache, env
+from twell.choose.rates import UNUSABLE, Figures, Problem
+from twell.choose.site import AutoStrategy, Screen, enroll
 from twell.integrations import layouts, vllm
-from twell.strategy.costs import Figures, Problem, shares
-from twell.strategy.site import AutoStrategy, Screen, enroll
-from twell.strategy.tables import UNUSABLE
 
 # The second one is that of Ray's executor up to vLLM 0.32, which goes around the first.
 _STEPS = ("execute_model", "execute_model_ray")
@@ -83,7 +82,7 @@ class ServedStrategy(AutoStrategy):
         for problem, figures in found:
             if type(problem.m) is not int or problem.m < 1:
                 raise ValueError(f"tokens must be a positive integer, got {problem.m!r:.40}")
-            shares(problem, figures)
+            figures.checked()
         if found and (least := min(found))[0].m > vllm.MOST_BATCH:
             found.append((least[0]._replace(m=vllm.BATCH), Figures(least[1].nonzeros, None)))
         return found

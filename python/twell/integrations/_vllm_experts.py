@@ -23,9 +23,9 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedM
 from twell import tuning
 from twell._activation import Activation
 from twell._runtime import geometry, specs
+from twell.choose.plan import PACKED_DTYPES, Facts, Route, unpackable
 from twell.float8 import E4M3
 from twell.integrations import _vllm_float8, _vllm_kernels, vllm
-from twell.strategy.plan import PACKED_DTYPES, Facts, Route, unpackable
 
 # What vLLM calls the activations of experts with and without a gate.
 _ACTIVATIONS = {"relu2": Activation("relu2"), "relu2_no_mul": Activation("relu2")}

@@ -26,12 +26,12 @@ from twell import __version__, _configuration, _modes
 from twell._activation import RELU, Activation
 from twell._sparsify import candidates
 from twell._sparsify.known import known
+from twell.choose.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
 from twell.float8 import E4M3
 from twell.integrations import _vllm_experts, _vllm_float8, _vllm_kernels, layouts, vllm
 from twell.integrations._vllm_auto import Kept, ServedStrategy, watch
 from twell.ops.ffn import direct
 from twell.ops.library import is_direct
-from twell.strategy.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
 
 
 class FFN(NamedTuple):

@@ -14,8 +14,8 @@ from twell import _modes
 from twell._activation import Activation
 from twell._runtime.log import warn_once
 from twell._sparsify.equivalence import family_of
+from twell.choose.plan import Facts, unpackable
 from twell.experts import sparse_experts
-from twell.strategy.plan import Facts, unpackable
 
 try:
     from transformers.integrations import moe

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from twell._arguments import require, require_path
 from twell._files import replacing
+from twell.choose.site import AutoStrategy
 from twell.functional import Strategy
 from twell.nn import SparseAutoencoder
-from twell.strategy.site import AutoStrategy
 
 __all__ = ["load", "save"]
 

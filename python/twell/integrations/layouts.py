@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple, cast
 from twell import _configuration
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
-from twell.strategy.plan import Facts, Route, routed
-from twell.strategy.site import require_screen
+from twell.choose.plan import Facts, Route, routed
+from twell.choose.site import require_screen
 
 DownLayout = Literal["rows", "linear"]
 

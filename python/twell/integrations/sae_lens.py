@@ -39,11 +39,11 @@ from twell._autoencoder import of_choice, why_dense
 from twell._choice import Selection, rounded_down
 from twell._execution import Aux
 from twell._runtime.log import info_once
+from twell.choose.plan import Facts, routed
+from twell.choose.site import AutoStrategy, tokens_of
 from twell.functional import Strategy
 from twell.nn import SparseAutoencoder
 from twell.ops.operands import Layer
-from twell.strategy.plan import Facts, routed
-from twell.strategy.site import AutoStrategy, tokens_of
 
 try:
     import sae_lens

@@ -17,8 +17,8 @@ from twell import _modes
 from twell._activation import Activation
 from twell._runtime import nvtx
 from twell._runtime.program import kept
-from twell.strategy.plan import Route
-from twell.strategy.site import AutoStrategy, Bucket
+from twell.choose.plan import Route
+from twell.choose.site import AutoStrategy, Bucket
 
 # Entries of a site, and of all named strategies together.
 _MOST = 512

@@ -34,6 +34,9 @@ from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
+from twell.choose.plan import Facts, Route, routed
+from twell.choose.rates import SCREENED, imposed_on_call
+from twell.choose.site import AutoStrategy, found, site_of, without_site
 from twell.ops import calls, decode, dense, e4m3, screened, union
 from twell.ops.calls import Run
 from twell.ops.gate_pack import gate_on_cpu, pack
@@ -54,9 +57,6 @@ from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
 from twell.ops.slices import Added, is_sliced, require_sliceable
 from twell.ops.up_down import behind_on_cpu, counters, multiply
-from twell.strategy.plan import Facts, Route, routed
-from twell.strategy.site import AutoStrategy, found, site_of, without_site
-from twell.strategy.tables import SCREENED, imposed_on_call
 
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them

@@ -22,10 +22,10 @@ from twell import reference, tuning
 from twell._activation import RELU, Activation, threshold_pair
 from twell._runtime import device, geometry, screen, specs
 from twell._runtime.program import Program, View
+from twell.choose.site import Measurement, beside_captures
 from twell.ops import union
 from twell.ops.library import Shape, bias_view, laid_bias, on_device, rows
 from twell.ops.operands import Layer, Views, opened, run
-from twell.strategy.site import Measurement, beside_captures
 
 QuantizedViews = tuple[View, View, View, View]
 # TMA: bytes of which a row's stride is a multiple

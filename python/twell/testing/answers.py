@@ -11,7 +11,7 @@ import twell
 from twell._activation import ActivationName, activation_of
 from twell._execution import Aux
 from twell._runtime import geometry
-from twell.strategy.plan import route_of
+from twell.choose.plan import route_of
 from twell.testing.bounds import rare
 from twell.testing.operands import sums
 from twell.testing.workloads import FFN

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import twell
 from twell import ops
 from twell._float8_mlp import Float8MLP
+from twell.choose.plan import route_of
+from twell.choose.site import AutoStrategy
 from twell.nn import SparseAutoencoder, SparseGatedMLP, SparseMLP
-from twell.strategy.plan import route_of
-from twell.strategy.site import AutoStrategy
 from twell.testing.bits import defined_parts
 from twell.testing.case import Case
 from twell.testing.formula import MAIN

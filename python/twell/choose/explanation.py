@@ -7,8 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from twell.strategy.costs import Figures
-from twell.strategy.tables import SCREENED
+from twell.choose.rates import SCREENED, Figures
 
 # Columns of a table, and the fewest that reasons have beside the others; else they have lines of their own.
 _WIDTH, _BESIDE = 120, 40

@@ -2,7 +2,7 @@
 
 Functions, the operator ``ffn``, ``explain``, ``serve-check``, ``analyze`` and the constructors of layers gather what
 they know and ask. The answer is a ``Route`` or a ``Refusal``. A route to "auto" leaves the choice to costs, with
-figures that an ``AutoStrategy`` measured (``twell.strategy.site``) or without any (``twell.strategy.costs``).
+figures that an ``AutoStrategy`` measured (``twell.choose.site``) or without any (``twell.choose.rates``).
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ import torch
 
 from twell._arguments import require_flag
 from twell._runtime import geometry, specs
-from twell.strategy.tables import SCREENED
+from twell.choose.rates import SCREENED
 
 STRATEGIES = ("auto", "dense", "row", "union")
 _SCREENING = ("auto", "union")
@@ -34,7 +34,7 @@ class Facts(NamedTuple):
     name: what errors speak of. strategy, invariant, compression: what was asked for, as it was given; "auto" for an
     ``AutoStrategy``, which is the ``site``. screen: whether "union" screens, or "auto" may. n, k: sizes of the layer;
     None where they are known to fit. dtype, device: the dtype of the operands, after autocast, and the type
-    of their device. imposed: why "auto" is dense on this device (``tables.imposed``). training: whether a gradient will
+    of their device. imposed: why "auto" is dense on this device (``rates.imposed``). training: whether a gradient will
     be needed. needing: the operands that require it. moving: whether the threshold is a tensor. called: whether the
     layer must call its projections, since one is more than a weight and a bias. transformed, overridden: what asks for
     a transform, or overrides PyTorch's operators, in words. onnx, exporting, tracing: whether the call is traced for
@@ -93,7 +93,7 @@ class Route(NamedTuple):
 
 
 def route_of(name: str, measurement: Any = None, holder: Any = None, held: int = 0) -> Route:
-    """The route of this ``Route.name``, which is what ``costs.decide`` chooses."""
+    """The route of this ``Route.name``, which is what ``rates.decide`` chooses."""
     strategy, _, how = name.partition("+")
     return Route(strategy, measurement, holder, held, how == "screen", how == "invariant")
 

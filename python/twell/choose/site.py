@@ -2,7 +2,7 @@
 
 A call at the site asks ``begin`` for its ``Route``. On a schedule the route has a ``Measurement``: counts that the
 kernels write anyway are summed on the device and copied to pinned memory. The first call that finds them arrived
-decides again. The host never waits. Sites that were first called in one step take turns at measuring. ``costs.decide``
+decides again. The host never waits. Sites that were first called in one step take turns at measuring. ``rates.decide``
 holds the rules, this file the memory.
 """
 
@@ -24,9 +24,9 @@ from twell import _modes
 from twell._arguments import require_integer
 from twell._runtime import device, geometry
 from twell._runtime.log import logger
-from twell.strategy import costs, tables
-from twell.strategy.explanation import Choice
-from twell.strategy.plan import Route, route_of
+from twell.choose import rates
+from twell.choose.explanation import Choice
+from twell.choose.plan import Route, route_of
 
 # Compiled graphs of training, whose number of tokens may be symbolic, know two classes: at most this many tokens, and
 # more. The decision of a class is that of its typical number.
@@ -60,7 +60,7 @@ _shared_lock = threading.Lock()
 
 def _pinned() -> Tensor:
     """A row of pinned memory, as long as ``Figures``. Memory is freed when the last of those who share it is done."""
-    shape = _SHARING, len(costs.Figures._fields)
+    shape = _SHARING, len(rates.Figures._fields)
     with _shared_lock:
         if not _rows:
             with torch.inference_mode(False):
@@ -100,7 +100,7 @@ class Measurement(NamedTuple):
     """
 
     site: AutoStrategy
-    problem: costs.Problem
+    problem: rates.Problem
     call: int
     screen: bool = False
 
@@ -111,8 +111,8 @@ class Measurement(NamedTuple):
             m, n = self.problem.m, self.problem.n
             silent, whole = gate.reshape(-1, n) <= threshold, m // geometry.TOKEN_TILE
             tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, n)
-            nonzeros = F.pad(n - silent.sum(1), (0, -m % costs.HEAVY_GROUP))
-            groups = nonzeros.view(-1, costs.HEAVY_GROUP).sum(1)
+            nonzeros = F.pad(n - silent.sum(1), (0, -m % rates.HEAVY_GROUP))
+            groups = nonzeros.view(-1, rates.HEAVY_GROUP).sum(1)
             self.counts(groups.sum(), n - tiles.all(1).sum(1), heaviest=groups.amax(), candidates=candidates)
 
     @torch.no_grad()
@@ -146,13 +146,13 @@ class Measurement(NamedTuple):
 class _Expected(NamedTuple):
     """The counts of a call, still on their way."""
 
-    problem: costs.Problem
+    problem: rates.Problem
     call: int
     transfer: Transfer
     most: int | None
     names: tuple[str, ...]
 
-    def figures(self) -> costs.Figures:
+    def figures(self) -> rates.Figures:
         """The figures, after they have arrived."""
         m, n = self.problem.m, self.problem.n
         values = dict(zip(self.names, self.transfer.read()))
@@ -162,10 +162,10 @@ class _Expected(NamedTuple):
             union = None
         else:
             union = unions / neurons
-        return costs.Figures(
+        return rates.Figures(
             nonzeros / m,
             union,
-            None if heaviest is None else heaviest / min(m, costs.HEAVY_GROUP),
+            None if heaviest is None else heaviest / min(m, rates.HEAVY_GROUP),
             values["candidates"] / neurons if "candidates" in values else None,
         )
 
@@ -177,11 +177,11 @@ class Bucket:
     version: changes whenever a route that calls remember may no longer hold.
     """
 
-    problem: costs.Problem
-    decision: costs.Decision | None = None
+    problem: rates.Problem
+    decision: rates.Decision | None = None
     calls: int = 0
     late: bool = False  # whether the next call that may decides, on schedule or not
-    figures: costs.Figures | None = None
+    figures: rates.Figures | None = None
     measured: int | None = None
     recent: tuple[float, ...] = ()  # non-zeros per token of the latest measurements
     held: int = 0
@@ -232,7 +232,7 @@ class AutoStrategy:
 
     Modules with ``strategy="auto"`` have their own. On a GPU of compute capability 9.0, or one that ``twell tune`` has
     measured, it picks "row", "union" or "dense", separately for inference and training, from figures of each power of
-    two of tokens. It is the cheapest by ``twell.strategy.costs.decide``, from measured times and from the non-zeros of
+    two of tokens. It is the cheapest by ``twell.choose.rates.decide``, from measured times and from the non-zeros of
     earlier calls. These reach the host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each
     ``period``-th, a power of two, decide again and measure; to learn the unions, such a call runs "union" in place of
     "row". The first call that finds the figures arrived decides, too. More than two layers take turns, two in a step:
@@ -242,7 +242,7 @@ class AutoStrategy:
 
     ``screen`` says whether "union" may compute a gate only where an int8 product and its bound say that it may fire:
     "auto", where measured figures say that it pays, or "off", never. It may be set at any time. ``explain`` calls such
-    calls "union+screen". They need times of the screen in the table of costs and the number of candidates, which calls
+    calls "union+screen". They need times of the screen in the rates of the GPU and the number of candidates, which calls
     that measure count, by a run of the screen alone if another strategy runs; they do so only where the screen would
     be the fastest if it listed nothing but non-zeros.
 
@@ -273,8 +273,8 @@ class AutoStrategy:
         self._layer: tuple[int, int, bool] | None = None
         self._buckets: dict[tuple[bool, int], Bucket] = {}
         # by kind and tokens
-        self._captures: dict[tuple[bool, int], costs.Decision] = {}
-        self._graphs = tuple(_Graph(*costs.UNTRAINED[:2]) for _ in _GRAPH_KINDS)
+        self._captures: dict[tuple[bool, int], rates.Decision] = {}
+        self._graphs = tuple(_Graph(*rates.UNTRAINED[:2]) for _ in _GRAPH_KINDS)
         self._connect()
 
     def _connect(self) -> None:
@@ -287,7 +287,7 @@ class AutoStrategy:
         # what computes calls whose route holds while their bucket has its version, ``ops.calls``
         self.made: dict[tuple[Any, ...], Any] = {}
         # of the GPU of the latest call
-        self._table = tables.SHIPPED
+        self._card = rates.SHIPPED
 
     def _forget_routes(self, bucket: Bucket | None = None) -> None:
         """Let the calls of a bucket, by default of all, ask for their routes again."""
@@ -335,7 +335,7 @@ class AutoStrategy:
                 bucket.decision = None
             self._forget_routes()
             for graph in self._graphs:
-                if graph.strategy == tables.SCREENED:
+                if graph.strategy == rates.SCREENED:
                     # it is traced again
                     graph.strategy, graph.reason = "union", "the screen was switched off"
 
@@ -355,10 +355,10 @@ class AutoStrategy:
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
         capturing = real and _modes.capturing(x)
         sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
-        problem = costs.Problem(*sizes, not capturing, float8, one_pass)
+        problem = rates.Problem(*sizes, not capturing, float8, one_pass)
         holder = self if training and _modes.checkpointed() else None
         if real:
-            self._table = tables.in_use(x.device)
+            self._card = rates.in_use(x.device)
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
             strategy, held = self._peek(problem, record=capturing)
             return route_of(strategy, None, holder, held)
@@ -377,9 +377,9 @@ class AutoStrategy:
             screen = (
                 self.screens
                 and not float8
-                and costs.worth_screening(problem, bucket.figures or self._nearest(key), self._table)
+                and rates.worth_screening(problem, bucket.figures or self._nearest(key), self._card)
             )
-        if strategy == "row" and problem.m >= geometry.TOKEN_TILE and n <= self._table.union_neurons:
+        if strategy == "row" and problem.m >= geometry.TOKEN_TILE and n <= self._card.union_neurons:
             strategy = "union"
         return route_of(strategy, Measurement(self, problem, call, screen), holder, bucket.held)
 
@@ -412,18 +412,18 @@ class AutoStrategy:
         """
         return _modes.in_backward() and len(self._open) > 0
 
-    def choose(self, problem: costs.Problem) -> costs.Decision:
+    def choose(self, problem: rates.Problem) -> rates.Decision:
         """Count a call and return its decision."""
         with self._lock:
             return self._count(problem)[1]
 
-    def observe(self, problem: costs.Problem, figures: costs.Figures, call: int | None = None) -> None:
+    def observe(self, problem: rates.Problem, figures: rates.Figures, call: int | None = None) -> None:
         """Take the figures of a call, by default the latest; the next call on the schedule decides by them."""
         with self._lock:
             self._observe(problem, figures, call)
 
     def expect(
-        self, problem: costs.Problem, call: int, transfer: Transfer, most: int | None, names: tuple[str, ...]
+        self, problem: rates.Problem, call: int, transfer: Transfer, most: int | None, names: tuple[str, ...]
     ) -> None:
         """Take the figures of a call once they arrive, for which its bucket asks; ignore them behind earlier ones."""
         with self._lock:
@@ -485,7 +485,7 @@ class AutoStrategy:
         graph.traced = True
         return graph.strategy
 
-    def _peek(self, problem: costs.Problem, record: bool) -> tuple[str, int]:
+    def _peek(self, problem: rates.Problem, record: bool) -> tuple[str, int]:
         """The current choice and room, for a call that is neither counted nor measured."""
         with self._lock:
             self._forget_other_layers(problem)
@@ -503,7 +503,7 @@ class AutoStrategy:
             # later data of a captured graph may be denser
             return decision.strategy, 0 if record or bucket is None else bucket.held
 
-    def _count(self, problem: costs.Problem) -> tuple[int, costs.Decision, bool]:
+    def _count(self, problem: rates.Problem) -> tuple[int, rates.Decision, bool]:
         """Count a call: its index in its bucket, its decision, and whether it is on the schedule."""
         self._forget_other_layers(problem)
         key = _key(problem)
@@ -529,12 +529,12 @@ class AutoStrategy:
         return since % self.period == 0
 
     def _best(
-        self, problem: costs.Problem, figures: costs.Figures | None, current: str | None = None
-    ) -> costs.Decision:
-        """``costs.decide`` by the table in use, among the strategies that the site may choose."""
-        return costs.decide(problem, figures, current, self._table, self.screens)
+        self, problem: rates.Problem, figures: rates.Figures | None, current: str | None = None
+    ) -> rates.Decision:
+        """``rates.decide`` by the card in use, among the strategies that the site may choose."""
+        return rates.decide(problem, figures, current, self._card, self.screens)
 
-    def _forget_other_layers(self, problem: costs.Problem) -> None:
+    def _forget_other_layers(self, problem: rates.Problem) -> None:
         """Forget the figures of a layer of another size: removing neurons changes a module's layer."""
         layer = (problem.k, problem.n, problem.gated)
         if self._layer != layer:
@@ -551,13 +551,13 @@ class AutoStrategy:
                 self._observe(pending.problem, pending.figures(), pending.call)
                 self._buckets[key].late = True
 
-    def _observe(self, problem: costs.Problem, figures: costs.Figures, call: int | None) -> None:
+    def _observe(self, problem: rates.Problem, figures: rates.Figures, call: int | None) -> None:
         self._forget_other_layers(problem)
         bucket = self._buckets.setdefault(_key(problem), Bucket(problem))
         bucket.figures, bucket.measured = figures, max(bucket.calls - 1, 0) if call is None else call
         bucket.recent = (*bucket.recent, figures.nonzeros)[-_RECENT:]
 
-    def _decide(self, problem: costs.Problem, bucket: Bucket) -> costs.Decision:
+    def _decide(self, problem: rates.Problem, bucket: Bucket) -> rates.Decision:
         before = bucket.decision
         bucket.late = before is not None and problem.training and len(self._open) > 0
         if before is not None and bucket.late:
@@ -566,7 +566,7 @@ class AutoStrategy:
             return before
         figures = bucket.figures or self._nearest(_key(problem))
         decision = self._best(problem, figures, None if before is None else before.strategy)
-        held = costs.held(problem, bucket.recent)
+        held = rates.held(problem, bucket.recent)
         same = before is not None and (before.strategy, bucket.held) == (decision.strategy, held)
         if not same or not _is_laid_alike(bucket.problem, problem):
             self._forget_routes(bucket)
@@ -579,7 +579,7 @@ class AutoStrategy:
         self._decide_graphs(problem)
         return decision
 
-    def _decide_graphs(self, latest: costs.Problem) -> None:
+    def _decide_graphs(self, latest: rates.Problem) -> None:
         """Decide for graphs compiled from now on: as most calls of their class ran, or by the nearest figures."""
         for (down_copied, few), graph in zip(_GRAPH_KINDS, self._graphs):
             if graph.traced:
@@ -596,10 +596,10 @@ class AutoStrategy:
                 decision = self._best(*max(alike, key=lambda each: each[:2])[2:])
             else:
                 figures = self._nearest((True, _bucket(_TYPICAL[few])))
-                decision = self._best(costs.Problem(_TYPICAL[few], *latest[1:4], True, down_copied), figures)
+                decision = self._best(rates.Problem(_TYPICAL[few], *latest[1:4], True, down_copied), figures)
             graph.strategy, graph.reason = decision.strategy, decision.reason
 
-    def _nearest(self, key: tuple[bool, int]) -> costs.Figures | None:
+    def _nearest(self, key: tuple[bool, int]) -> rates.Figures | None:
         """The figures of the bucket nearest in number of tokens; of two, the one of the same kind."""
         known = {other: b.figures for other, b in self._buckets.items() if b.figures is not None}
         if not known:
@@ -613,8 +613,8 @@ def without_site(
     """The route of a call on x [..., K] that "auto" chooses and that has no site to remember figures."""
     eager = not (type(x) is Tensor and _modes.capturing(x))
     sizes = tokens_of(x), x.shape[-1], n, gated, training, down_copied
-    problem = costs.Problem(*sizes, False, eager, float8, one_pass)
-    return route_of(costs.decide_once(problem, tables.in_use(x.device)))
+    problem = rates.Problem(*sizes, False, eager, float8, one_pass)
+    return route_of(rates.decide_once(problem, rates.in_use(x.device)))
 
 
 # The sites of layers by the memory of their first weights, with what tells that a weight is gone: how the operators
@@ -678,11 +678,11 @@ def _bucket(m: int) -> int:
     return (m - 1).bit_length() if m > 0 else 0
 
 
-def _key(problem: costs.Problem) -> tuple[bool, int]:
+def _key(problem: rates.Problem) -> tuple[bool, int]:
     return problem.training, _bucket(problem.m)
 
 
-def _is_laid_alike(one: costs.Problem, other: costs.Problem) -> bool:
+def _is_laid_alike(one: rates.Problem, other: rates.Problem) -> bool:
     return (one.down_copied, one.merged, *one[7:]) == (other.down_copied, other.merged, *other[7:])
 
 
@@ -695,7 +695,7 @@ def _range(bucket: int) -> str:
     return f"{low} to {high}" if low < high else str(high)
 
 
-def _measured(figures: costs.Figures | None) -> str:
+def _measured(figures: rates.Figures | None) -> str:
     if figures is None:
         return ""
     union = "" if figures.union is None else f", a union of {figures.union:.1%}"

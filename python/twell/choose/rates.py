@@ -1,0 +1,627 @@
+"""Seconds of each route of a layer, from its sizes and its sparsity by a few rates of a card: ``seconds``.
+
+A rate is of memory, of the L2 cache or of tensor cores, or the time of a start, a wave of tiles or an entry. ``twell
+tune`` fits them to measured times of CUDA graphs, on any card. ``cards.json`` beside this file has those that ship;
+``<cache>/tuning/<GPU>.json`` is of the user's own. It is read once per process and GPU model, at the first decision
+there. A file that cannot be used is ignored, with one warning; one of other kernels is used, with one warning.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from twell import _files
+from twell._modes import constant
+from twell._runtime import cache, device, env, fingerprint, geometry, specs
+from twell._runtime.log import logger, warn_once
+from twell.tuning import decode, gate_pack
+
+# "union" with the int8 screen of the gate, which "auto" alone may choose
+SCREENED = "union+screen"
+ROUTES = ("dense", "row", "union", SCREENED)
+TILE = geometry.TOKEN_TILE
+# tokens of the group of which ``Figures.heaviest`` is the mean
+HEAVY_GROUP = geometry.STATS_ROWS
+
+
+class Problem(NamedTuple):
+    """The sizes of a call: x [m, k], n neurons, with or without gate; ``training`` where a gradient is needed.
+
+    ``down_copied``: whether the down weight is stored as in nn.Linear, so that sparse kernels read a copy by rows, made
+    at each forward and each backward pass. ``merged``: whether a dense layer computes gate and up in one product.
+    ``eager``: whether the host launches each kernel in the call, rather than before it in a CUDA graph. ``float8``:
+    whether weights are e4m3 with scales. ``one_pass``: whether few tokens may take one pass over the weights: not of a
+    given gate, and not if the largest gates of a token are kept.
+    """
+
+    m: int
+    k: int
+    n: int
+    gated: bool
+    training: bool
+    down_copied: bool = False
+    merged: bool = False
+    eager: bool = False
+    float8: bool = False
+    one_pass: bool = True
+
+
+class Figures(NamedTuple):
+    """The sparsity of a layer.
+
+    nonzeros: mean per token. union: mean share of the n neurons that a tile of 128 consecutive tokens fires; None if
+    unknown. heaviest: non-zeros per token of the 8 consecutive tokens that have the most, or of all if there are fewer;
+    None if unknown. candidates: mean share of the n neurons that the int8 screen lists for a tile; None if not counted.
+    """
+
+    nonzeros: float
+    union: float | None
+    heaviest: float | None = None
+    candidates: float | None = None
+
+    def checked(self) -> "Figures":
+        """These; raises ValueError for any that are negative or not finite."""
+        if not all(figure is None or 0 <= figure < math.inf for figure in self):
+            raise ValueError(f"figures must be finite and not negative, got {self}")
+        return self
+
+
+class Rates(NamedTuple):
+    """Of layers with weights of one width.
+
+    launch: us of a launch of a dense layer. dense_flop: Tflop/s of a multiprocessor. dense_memory: TB/s. dense_pass: us
+    of 10^6 gates between products. few_start: us of one pass over few tokens. few_gate: us more with a gate. few_left:
+    us of a token and 4,096 columns. gate_start: us. gate_wave: ns of a column of K in a wave of tiles. gate_memory:
+    TB/s. row_l2: TB/s. row_missed: TB/s of rows beyond the cache. row_alone: of 100 GB/s, of the
+    heaviest token's rows. row_list: ns of a neuron and 400 tokens. up_flop, down_flop: Tflop/s of a multiprocessor.
+    lists: us. heavy_entry: us of 10^4 entries of the heaviest group. entry: us of 10^6 entries of 2,048 columns.
+    screen_start: us. quantise: TB/s. int8_wave: ns of a column of K. sampled_flop: Tflop/s of a multiprocessor. step_launch,
+    step_pass: of a dense training step. step_start: us. step_flop, step_entry, step_memory: of a sparse one.
+    """
+
+    launch: float
+    dense_flop: float
+    dense_memory: float
+    dense_pass: float
+    few_start: float
+    few_gate: float
+    few_left: float
+    gate_start: float
+    gate_flop: float
+    gate_read: float
+    gate_memory: float
+    row_l2: float
+    row_memory: float
+    row_alone: float
+    row_list: float
+    up_flop: float
+    down_flop: float
+    lists: float
+    heavy_entry: float
+    entry: float
+    screen_start: float
+    quantise: float
+    int8_wave: float
+    sampled_flop: float
+    step_launch: float
+    step_pass: float
+    step_start: float
+    step_flop: float
+    step_entry: float
+    step_memory: float
+
+
+# products of cuBLAS: tiles of tokens and neurons, and parts of K
+_TILES, _PARTS = ((64, 128), (128, 128), (128, 256), (256, 128)), (1, 2, 4)
+# us and TB/s of ``matrix_transpose``, 
+_COPY_START, _COPY_BYTES = 3.0, 3.1
+
+
+def _norm(power: float, *times: float) -> float:
+    """Between the larger and the sum: parts that overlap."""
+    return sum([max(time, 1e-9) ** power for time in times]) ** (1 / power)
+
+
+@functools.lru_cache(4096)
+def _product(m: int, n: int, k: int, sms: int) -> float:
+    """Mflop of a multiprocessor in a product [m, k] x [k, n]: the best tile's waves."""
+
+    def waves(bm: int, bn: int, parts: int) -> float:
+        of_tiles = math.ceil(-(-m // bm) * -(-n // bn) * parts / sms)
+        return of_tiles * (k / parts) * (1 + 0.02 * (parts > 1)) * 2 * bm * bn / 1e6
+
+    return min(waves(*tile, parts) for tile in _TILES for parts in _PARTS)
+
+
+@functools.lru_cache(4096)
+def _gate_tiles(m: int, n: int, sms: int) -> tuple[int, int, float]:
+    """Tokens of a tile of the gate GEMM, waves of clusters, each of two CTAs and tiles, and the busy share of them."""
+    clusters = max(sms // 2, 1)
+    tokens = gate_pack(torch.bfloat16, m, n, clusters).tokens
+    tiles = -(-m // (2 * tokens)) * geometry.tiles(n)
+    return tokens, -(-tiles // clusters), min(tiles / clusters, 1.0)
+
+
+class ExpertRates(NamedTuple):
+    """Of layers of experts: us before and between kernels, and TB/s of weights, and of the rows of "row"."""
+
+    start: float
+    memory: float
+    row_memory: float
+    grouped_start: float
+    grouped_memory: float
+    flop: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Card:
+    """The rates of a GPU model, and where they come from.
+
+    machine: the machine line. date: ISO 8601. kernels: the hash of the kernels that were measured. family: of these,
+    "sm90" or "portable". sms: multiprocessors. float8: of e4m3 weights. file: the user's, None for those that ship.
+    note: why a file of the user is not used, or what to know of it, or "".
+    """
+
+    machine: str
+    date: str
+    kernels: str
+    family: str
+    sms: int
+    rates: Rates
+    float8: Rates | None = None
+    experts: ExpertRates | None = None
+    file: Path | None = None
+    note: str = ""
+
+    @property
+    def gpu(self) -> str:
+        """The GPU model that was measured."""
+        return self.machine.split(" (")[0]
+
+    @property
+    def screens(self) -> bool:
+        """Whether it has the kernels of one pass and of the int8 screen."""
+        return self.family == specs.SM90
+
+    @property
+    def union_neurons(self) -> int:
+        """The most neurons that "union" and training take."""
+        return geometry.MAX_NEURONS if self.screens else geometry.PORTABLE_UNION_NEURONS
+
+
+# us of the host for a call without gradients and for a training step, of three nn.Linear with their activation and of
+# strategies chosen by "auto". Ratios are those of `host.json`, the time of dense that of the fastest host that was
+# measured, since hosts differ by a factor of two: where the GPU is the limit on a fast host, its times decide. Of these
+# a share passes before the first kernel starts.
+HOST = {
+    False: {"dense": 60.0, "row": 23.0, "union": 32.0, SCREENED: 40.0},
+    True: {"dense": 300.0, "union": 190.0, SCREENED: 210.0},
+}
+_FIRST_LAUNCH = 0.3
+
+
+def in_one_pass(problem: Problem, card: Card | None = None) -> bool:
+    """Whether a sparse call is of so few tokens that one kernel computes the layer, on the card."""
+    if problem.training or not problem.one_pass or problem.n > geometry.MAX_NEURONS:
+        return False
+    if not (card or SHIPPED).screens:
+        return False
+    dtype = torch.float8_e4m3fn if problem.float8 else torch.bfloat16
+    return decode(dtype, problem.m, problem.k, "gated" if problem.gated else "plain") is not None
+
+
+def shares(problem: Problem, figures: Figures) -> tuple[float, float, float]:
+    """The shares of the n neurons that a tile of tokens, one token and one of the heaviest group fire.
+
+    Those of independent tokens stand in for unknown ones, and the union is at most theirs.
+    """
+    density = min(figures.nonzeros / problem.n, 1.0)
+    independent = _grown(density, min(problem.m, TILE))
+    union = independent if figures.union is None else min(independent, figures.union)
+    heaviest = density if figures.heaviest is None else min(figures.heaviest / problem.n, 1.0)
+    return union, density, heaviest
+
+
+def _grown(share: float, tokens: float) -> float:
+    """The share of neurons that so many independent tokens fire, if one fires ``share``."""
+    return 1.0 if share >= 1 else -math.expm1(math.log1p(-share) * tokens)
+
+
+def _alike(union: float, density: float, tokens: int) -> float:
+    """The power of their number by which unions of tokens grow: 1 of independent ones, 0 of equal ones."""
+    if tokens < 2 or not 0 < density < union < 1:
+        return 0.0 if union <= density else 1.0
+    ratio = math.log1p(-union) / math.log1p(-density)
+    return min(max(math.log(ratio) / math.log(tokens), 0.0), 1.0)
+
+
+def seconds(problem: Problem, figures: Figures, card: Card | None = None) -> dict[str, float]:
+    """Seconds of each route that the card has for a call, by default the shipped card.
+
+    ``SCREENED`` has a time where ``figures.candidates`` are known. Raises ValueError for figures that are negative or
+    not finite.
+    """
+    card, figures = card or SHIPPED, figures.checked()
+    part, figures, slices = of_slice(problem, figures)
+    rates = card.float8 or card.rates if problem.float8 else card.rates
+    found = (_training if problem.training else _inference)(part, figures, rates, card)
+    if problem.n > card.union_neurons and len(found) > 1:
+        found = {route: us for route, us in found.items() if route in ("dense", "row")}
+    found = {route: slices * us for route, us in found.items()}
+    copies = _copies(problem)
+    for route in found:
+        # e4m3 weights lie as sparse kernels read them, so dense products copy one
+        if (route == "dense") == problem.float8:
+            found[route] += copies
+    if problem.eager:
+        host = HOST[problem.training]
+        found = {r: max(host.get(r, 0.0), us) + _FIRST_LAUNCH * host.get(r, 0.0) for r, us in found.items()}
+    return {route: us / 1e6 for route, us in found.items()}
+
+
+def of_slice(problem: Problem, figures: Figures) -> tuple[Problem, Figures, int]:
+    """One of the slices that a layer runs as, its figures, and how many there are."""
+    slices = geometry.neuron_slices(problem.n)
+    if len(slices) < 2:
+        return problem, figures, 1
+    heaviest = None if figures.heaviest is None else figures.heaviest / len(slices)
+    figures = figures._replace(nonzeros=figures.nonzeros / len(slices), heaviest=heaviest)
+    return problem._replace(n=slices[0][1]), figures, len(slices)
+
+
+def _copies(problem: Problem) -> float:
+    """us of copies of the down weight: backward makes one more."""
+    if not (problem.down_copied or problem.float8):
+        return 0.0
+    read = (2 - problem.float8) * problem.k * problem.n / 1e6
+    return (1 + problem.training) * (_COPY_START + 2 * read / _COPY_BYTES)
+
+
+def dense_us(problem: Problem, rates: Rates, sms: int) -> float:
+    """us of a dense call in a CUDA graph."""
+    m, k, n, gated, training = problem[:5]
+    up, read = 1 + gated, (2 - problem.float8) * n * k / 1e6
+    if training:
+        each = up * (_product(m, n, k, sms) + _product(m, k, n, sms) + _product(n, k, m, sms))
+        flop = each + _product(m, k, n, sms) + _product(m, n, k, sms) + _product(n, k, m, sms)
+        products = _norm(4, flop / rates.dense_flop, 3 * (up + 1) * read / rates.dense_memory)
+        return rates.step_launch * (3 * up + 2) + rates.step_pass * m * n * up / 1e6 + products
+    merged = problem.merged and gated
+    first = _product(m, 2 * n, k, sms) if merged else up * _product(m, n, k, sms)
+    products = _norm(4, (first + _product(m, k, n, sms)) / rates.dense_flop, (up + 1) * read / rates.dense_memory)
+    return rates.launch * (up + 2 - merged) + rates.dense_pass * m * n * up / 1e6 + products
+
+
+def _gate(problem: Problem, rates: Rates, sms: int) -> float:
+    """us of the gate GEMM."""
+    m, k, n = problem[:3]
+    tokens, waves, busy = _gate_tiles(m, n, sms)
+    wave = _norm(4, tokens / 96 * rates.gate_flop, busy * rates.gate_read)
+    return rates.gate_start + _norm(4, waves * k * wave / 1e3, (2 - problem.float8) * n * k / 1e6 / rates.gate_memory)
+
+
+def _inference(problem: Problem, figures: Figures, r: Rates, card: Card) -> dict[str, float]:
+    """us of each route in a CUDA graph."""
+    m, k, n, gated = problem[:4]
+    sms, up, width = card.sms, 1 + gated, 2 - problem.float8
+    union, density, heavy = shares(problem, figures)
+    read, dense = width * n * k / 1e6, dense_us(problem, r, card.sms)
+    if in_one_pass(problem, card):
+        few = r.few_start + r.few_gate * gated + r.few_left * m * k / 4096 + read * (1 + union * up) / r.dense_memory
+        return {"row": few, "union": few, "dense": dense}
+    gate, tiles, alpha = _gate(problem, r, sms), -(-m // TILE), _alike(union, density, min(m, TILE))
+    # rows of neurons from L2, as far as those that fire stay there, and those of the heaviest token by its CTAs
+    row_bytes, padded = width * up * k, specs.k_class(k) / k
+    fired = n * row_bytes / 1e6 * _grown(union, max(m / TILE, 1.0) ** alpha)
+    rows = m * density * n * row_bytes / 1e6 * math.sqrt(padded) / r.row_l2
+    alone = heavy * n * row_bytes * padded / 1e5 / r.row_alone
+    row = gate + r.row_list * n * math.ceil(m / 400) / 1e3 + fired / r.row_memory + _norm(2, rows, alone)
+    # products of tiles of tokens and the neurons that these fire
+    flop = 2 * TILE / 1e6
+    ups = _norm(4, tiles * (union * n + 32) * k / sms, 256 * k) * flop / r.up_flop * gated
+    downs = _norm(4, tiles * math.ceil(k / 256) / sms, 1.0) * (union * n + 32) * 256 * flop / r.down_flop
+    heavy_entries = r.heavy_entry / 1e4 * heavy * n * TILE * (figures.union is not None)
+    body = ups + downs + (r.lists + heavy_entries) * (1 + tiles / sms) + up * read * union / 4
+    body += r.entry * m * density * n * k / 2048 / 1e6
+    found = {"dense": dense, "row": row, "union": gate + body}
+    if figures.candidates is not None and card.screens and not problem.float8:
+        found[SCREENED] = _screen(problem, max(union, figures.candidates), r, sms) + body
+    return found
+
+
+def _screen(problem: Problem, listed: float, r: Rates, sms: int) -> float:
+    """us of the int8 screen and the gates of the candidates that it lists."""
+    m, k, n = problem[:3]
+    waves = -(-(-(-m // 256) * -(-n // 256)) // (sms // 2))
+    sampled = -(-m // TILE) * (listed * n + 32) * k * 2 * TILE / 1e6 / r.sampled_flop / sms
+    return r.screen_start + 3 * (n + m) * k / 1e6 / r.quantise + waves * k * r.int8_wave / 1e3 + sampled
+
+
+def _training(problem: Problem, figures: Figures, r: Rates, card: Card) -> dict[str, float]:
+    """us of each route of a training step in a CUDA graph."""
+    m, k, n, gated = problem[:4]
+    up, read, sms = 1 + gated, 2 * n * k / 1e6, card.sms
+    union, density, _ = shares(problem, figures)
+    body = -(-m // TILE) * (union * n + 32) * k * 2 * TILE / 1e6 * (2 * up + 1) / r.step_flop / sms
+    body += (up + 1) * read / r.step_memory + r.step_start + r.step_entry * m * density * n * k / 2048 / 1e6
+    found = {"dense": dense_us(problem, r, sms), "union": _gate(problem, r, sms) + body}
+    if figures.candidates is not None and card.screens:
+        found[SCREENED] = _screen(problem, max(union, figures.candidates), r, sms) + body
+    return found
+
+
+def experts_seconds(
+    pairs: int, touched: float, fired: float, n: int, k: int, gated: bool, card: Card | None = None
+) -> dict[str, float]:
+    """Seconds of a layer of experts by "row" and, by grouped products of PyTorch, "dense".
+
+    ``pairs`` of a token and an expert have ``touched`` experts in all. Of the ``n`` neurons of each the share ``fired``
+    fires for any of its tokens or, with a gate, for one token.
+    """
+    of = (card and card.experts) or SHIPPED.experts
+    assert of is not None
+    products, weights = 2 + gated, 2.0 * n * k / 1e6
+    flop = pairs * weights / of.flop
+    rows = fired * weights * (2 * pairs if gated else touched)
+    found = {
+        "row": of.start + max(touched * weights / of.memory, flop) + rows / of.row_memory,
+        "dense": of.grouped_start + products * max(touched * weights / of.grouped_memory, flop),
+    }
+    return {route: us / 1e6 for route, us in found.items()}
+
+
+# The choice
+
+# "auto" changes its mind, or leaves dense, for this share of the time, about the error of predictions.
+MARGIN = 0.02
+# A training step with more non-zeros than the hybrid format holds takes 1.4 times as long as dense (H200, K = 2,048,
+# N = 5,632). The sparse route starts below this share of the capacity, so that batches may vary by a sixth.
+SAFE_SHARE = 0.85
+# Training keeps room for this multiple of the most non-zeros per token in recent measurements. Batches of fewer tokens
+# than this vary more and need less memory; they keep as much room as there may be.
+ROOM, _STEADY_TOKENS = 1.5, 1024
+# Inference of a layer not yet measured runs "union" if, with one non-zero in 190 neurons, it would take at most this
+# multiple of the time of "row": the worst pattern makes it a few times slower than dense, and "row" thirty times.
+WORST_CASE_PREMIUM, ASSUMED_DENSITY = 1.25, 1 / 190
+# Tokens of CUDA graphs that are dense if nothing was measured before: sparse rows of a layer that is not sparse lose
+# much: at 64 tokens, with 10 % of the neurons firing, a step of a served 8B model took 2.6 times stock's time (NVIDIA
+# H200, `engine_ten.json`). Fewer tokens take one pass, which loses little, and more the bounded "union".
+UNSURE_GRAPHS = range(specs.DECODE_TOKENS[-1] + 1, 513)
+# The largest share of neurons that fire for a token of which times in e4m3 are known (`float8.json`).
+FLOAT8_DENSITY = 0.0059
+
+
+class Decision(NamedTuple):
+    """A route, the reason, and the predicted time of each route as a multiple of dense's; {} if unknown.
+
+    final: whether figures cannot change it.
+    """
+
+    strategy: str
+    reason: str
+    costs: dict[str, float]
+    final: bool = False
+
+
+UNTRAINED = Decision("dense", "nothing measured yet, and an untrained layer fires half of its neurons", {})
+
+
+def held(problem: Problem, recent: Sequence[float]) -> int:
+    """Non-zeros per token for which a training call keeps room, by the means of ``recent`` calls; 0: the most."""
+    if not problem.training or not recent or problem.m < _STEADY_TOKENS:
+        return 0
+    return max(8, math.ceil(ROOM * max(recent) / 8) * 8)
+
+
+def decide(
+    problem: Problem, figures: Figures | None, current: str | None = None, card: Card | None = None, screen: bool = True
+) -> Decision:
+    """Choose the route of a call from measured ``figures`` and the ``current`` one; either may be None.
+
+    A pure function of these, of the card, by default the shipped one, and of whether "union" may ``screen``. Without
+    figures inference takes a sparse route, except in ``UNSURE_GRAPHS``, and training the dense one.
+    """
+    if in_one_pass(problem, card) and not problem.down_copied:
+        reason = "so few tokens take one pass over the weights, whatever share fires"
+        return Decision("row", reason, {} if figures is None else _relative(problem, figures, card), final=True)
+    decision = _fresh(problem, card) if figures is None else _measured(problem, figures, current, card, screen)
+    for changed, says in (
+        ({"down_copied": False}, "copies of the down weight outweigh {}, which needs none where it is stored by rows"),
+        ({"eager": False}, "the host is the limit; {} in a graph"),
+    ):
+        other = problem._replace(**changed)
+        if decision.strategy == "dense" and other != problem:
+            instead = decide(other, figures, current, card, screen).strategy
+            if instead != "dense":
+                return decision._replace(reason=f"{decision.reason}; {says.format(instead)}")
+    return decision
+
+
+def _relative(problem: Problem, figures: Figures, card: Card | None) -> dict[str, float]:
+    found = seconds(problem, figures, card)
+    return {route: time / found["dense"] for route, time in found.items()}
+
+
+def _measured(problem: Problem, figures: Figures, current: str | None, card: Card | None, screen: bool) -> Decision:
+    predicted = _relative(problem, figures if screen else figures._replace(candidates=None), card)
+    if problem.training:
+        part, own, _ = of_slice(problem, figures)
+        room = geometry.hybrid_capacity(part.m, part.n) / max(part.m, 1)
+        if own.nonzeros > SAFE_SHARE * room * (1 if current in (None, "dense") else 1 + MARGIN):
+            reason = f"{figures.nonzeros:.0f} non-zeros per token are too near the sparse route's limit, {room:.0f}"
+            return Decision("dense", reason, predicted)
+    best = min(predicted, key=lambda route: predicted[route])
+    current = current if current in predicted else "dense"
+    if best != current and predicted[best] > (1 - MARGIN) * predicted[current]:
+        return Decision(current, f"{best} would save less than {MARGIN:.0%}", predicted)
+    return Decision(best, f"predicted at {predicted[best]:.2f} of dense's time", predicted)
+
+
+def _fresh(problem: Problem, card: Card | None) -> Decision:
+    if problem.training:
+        return UNTRAINED
+    if not problem.eager and problem.m in UNSURE_GRAPHS:
+        return Decision("dense", "a graph keeps its choice, and nothing was measured before it", {})
+    assumed = seconds(problem, Figures(ASSUMED_DENSITY * problem.n, None), card)
+    if assumed.get("union", math.inf) <= min(WORST_CASE_PREMIUM * assumed["row"], assumed["dense"]):
+        return Decision("union", "nothing measured yet, and its worst case is bounded", {})
+    best = min(assumed, key=lambda route: assumed[route])
+    return Decision(best, f"nothing measured yet, and the best for {problem.m} tokens of a sparse layer", {})
+
+
+@functools.lru_cache(4096)
+def decide_once(problem: Problem, card: Card) -> str:
+    """The route of a call of which nothing will be known: a caller that wants a choice in training passes a site."""
+    if problem.training:
+        return "union" if of_slice(problem, Figures(0, None))[0].n <= card.union_neurons else "dense"
+    return decide(problem, None, None, card).strategy
+
+
+def worth_screening(problem: Problem, figures: Figures | None, card: Card | None = None) -> bool:
+    """Whether a screen that listed nothing but the union would be the fastest: else none need be counted.
+
+    By the times of the GPU: graphs decide by the figures of eager calls, in which the host may be the limit.
+    """
+    if figures is None:
+        return False
+    predicted = seconds(problem._replace(eager=False), figures._replace(candidates=0.0), card)
+    return SCREENED in predicted and predicted[SCREENED] <= min(predicted.values())
+
+
+@functools.lru_cache(4096)
+def waits_for_host(problem: Problem) -> bool:
+    """Whether the host may take longer than the kernels of a dense call, on a host half as fast, too."""
+    return problem.eager and dense_us(problem, SHIPPED.rates, SHIPPED.sms) < 2 * HOST[problem.training]["dense"]
+
+
+# Cards
+
+FOLDER, PATH = "tuning", Path(__file__).with_name("cards.json")
+# what reading a damaged file may raise
+UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+def card_of(written: Any) -> Card:
+    """The card of what ``as_json`` wrote. Raises one of ``UNUSABLE`` for anything else."""
+    text = [str(written[name]) for name in ("machine", "date", "kernels", "family")]
+    if text[-1] not in (specs.SM90, specs.PORTABLE) or type(written["sms"]) is not int or written["sms"] < 2:
+        raise ValueError(f"family and sms must be of a GPU, got {written['family']!r:.40} and {written['sms']!r:.40}")
+    kinds: tuple[tuple[str, Callable[..., Any]], ...] = ("rates", Rates), ("float8", Rates), ("experts", ExpertRates)
+    rates = [None if written.get(n) is None else _rates(kind, written[n]) for n, kind in kinds]
+    if rates[0] is None:
+        raise ValueError("it must have rates, got none")
+    return Card(*text, written["sms"], *rates)
+
+
+def _rates(kind: Callable[..., Any], written: dict[str, Any]) -> Any:
+    rates = kind(**{name: float(value) for name, value in written.items()})
+    if not all(1e-9 <= value <= 1e9 for value in rates):
+        raise ValueError(f"rates must be from 1e-9 to 1e9, got {written!r:.80}")
+    return rates
+
+
+def as_json(card: Card) -> dict[str, Any]:
+    """What a file has of a card; numbers of four digits."""
+
+    def numbers(rates: Any) -> Any:
+        return rates and {name: float(f"{value:.4g}") for name, value in rates._asdict().items()}
+
+    own = {name: getattr(card, name) for name in ("machine", "date", "kernels", "family", "sms")}
+    return own | {name: numbers(getattr(card, name)) for name in ("rates", "float8", "experts")}
+
+
+CARDS = tuple(map(card_of, json.loads(PATH.read_text(encoding="utf-8"))))
+SHIPPED = CARDS[0]
+
+
+def path_of(gpu: str) -> Path:
+    """The user's file for a GPU model. Raises OSError or ValueError if there is no folder for it."""
+    return env.cache_dir() / FOLDER / f"{re.sub('[^A-Za-z0-9]+', '_', gpu)}.json"
+
+
+def read(gpu: str, family: str = specs.SM90, sms: int | None = None) -> Card:
+    """The card for a GPU model: the user's if there is a file that can be used, or else the nearest that ships."""
+    shipped = [card for card in CARDS if card.family == family]
+    best = next((card for card in shipped if card.gpu == gpu), shipped[0])
+    best = dataclasses.replace(best, sms=sms or best.sms)
+    try:
+        path = path_of(gpu)
+    except (OSError, ValueError) as error:
+        return dataclasses.replace(best, note=f'"auto" cannot look for rates of {gpu}: {error}')
+    try:
+        # a pipe would be waited for
+        if path.exists() and not path.is_file():
+            raise ValueError("it must be a file")
+        own = card_of(json.loads(path.read_text(encoding="utf-8")))
+        if (own.gpu, own.family) != (gpu, family):
+            raise ValueError(f"it must be of {gpu}, {family}, got {own.gpu}, {own.family}")
+    except (FileNotFoundError, NotADirectoryError):
+        return best
+    except UNUSABLE as error:
+        return dataclasses.replace(best, note=f'"auto" ignores {path}, no rates of `twell tune`: {error}')
+    other = own.kernels != fingerprint.source_hash()
+    note = f"{path} has times of other kernels: run `twell tune` again" if other else ""
+    kept = {"float8": own.float8 or best.float8, "experts": own.experts or best.experts}
+    return dataclasses.replace(own, file=path, note=note, **kept)
+
+
+def write(card: Card) -> Path:
+    """Write the user's card, whole or not at all. Raises OSError or UnsafeCacheError if the cache cannot be written."""
+    path = cache.open_folder(FOLDER) / path_of(card.gpu).name
+    with cache.lock(path.with_suffix(".lock")):
+        _files.write_text(path, json.dumps(as_json(card), indent=1) + "\n")
+    return path
+
+
+def in_use(on: torch.device) -> Card:
+    """The card for calls on this device."""
+    try:
+        return _on(on.index or 0) if on.type == "cuda" else SHIPPED
+    except RuntimeError:
+        # no driver: these are fake tensors
+        return SHIPPED
+
+
+@functools.cache
+def _on(index: int) -> Card:
+    hopper = device.capability(index) == device.SM_90
+    card = read(device.name(index), specs.SM90 if hopper else specs.PORTABLE, device.sm_count(index))
+    if card.note:
+        logger.warning("%s", card.note)
+    return card
+
+
+@constant
+def imposed(kind: str, index: int | None) -> str:
+    """Why "auto" is dense on a device, by its type and index; "" where it chooses."""
+    if kind != "cuda":
+        return "the sparse kernels need a GPU; elsewhere the sparse operators are slower than dense"
+    index = index or 0
+    try:
+        capability = device.capability(index)
+    except RuntimeError:
+        # no driver: these are fake tensors
+        return ""
+    has_kernels = device.architecture(index) is not None
+    if capability == device.SM_90 or (has_kernels and in_use(torch.device("cuda", index)).file is not None):
+        return ""
+    of = f"{device.name(index)} (compute capability {'.'.join(map(str, capability))})"
+    if not has_kernels:
+        return f"there are no sparse kernels for {of}, only for {', '.join(f'{m}.x' for m in device.ARCHITECTURES)}"
+    return f"rates of the sparse kernels are not known on {of}; `twell tune` measures them"
+
+
+@constant
+def imposed_on_call(kind: str, index: int | None) -> str:
+    """``imposed``, with a warning on a GPU."""
+    why = imposed(kind, index)
+    if why and kind == "cuda":
+        warn_once(f'strategy="auto" is "dense": {why}')
+    return why

@@ -1,1 +1,0 @@
-"""How a layer runs: the one ``plan``, measured costs, and the memory of call sites."""
