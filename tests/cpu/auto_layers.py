@@ -7,18 +7,31 @@ from torch import Tensor
 
 import twell
 from twell.choose import rates
-from twell.choose.rates import Figures
+from twell.choose.rates import Figures, Problem
 from twell.nn import SparseGatedMLP, set_down_layout
 
 BF16 = torch.bfloat16
 K, N = 32, 264
 SPARSE, DENSE = Figures(10, 0.05), Figures(3000, 1.0)
 DECIDES = {"union": SPARSE, "dense": DENSE}
-COSTS = {
-    (False, True, K, N): {1: {"row": (0.3, 0.0, 4.0, 0.0), "union": (0.4, 0.5, 1.0, 0.0)}},
-    (True, True, K, N): {1: {"union": (0.2, 0.6, 1.0, 0.0)}},
-}
-TABLE = tables.Table(COSTS, "a GPU", "2026-11-22")
+
+
+def seconds(problem: Problem, figures: Figures, card: Any = None) -> dict[str, float]:
+    """A stand-in for ``rates.seconds``: times of no machine, of small layers as of large ones."""
+    union, density, _ = rates.shares(problem, figures)
+    found = {"dense": 1.0, "union": 0.2 + 0.6 * union + density}
+    if not problem.training:
+        found |= {"union": 0.4 + 0.5 * union + density, "row": 0.3 + 4 * density}
+    return {route: time + problem.down_copied * (route != "dense") for route, time in found.items()}
+
+
+def screened_seconds(problem: Problem, figures: Figures, card: Any = None) -> dict[str, float]:
+    """``seconds`` where the screen is the fastest if candidates are the union, and the slowest if all neurons are."""
+    found, (union, density, _) = seconds(problem, figures), rates.shares(problem, figures)
+    if figures.candidates is None:
+        return found
+    base = -0.05 if problem.training else 0.15
+    return found | {rates.SCREENED: base + 0.2 * union + density + 0.45 * max(union, figures.candidates)}
 
 
 class Arrivals:

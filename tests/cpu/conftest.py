@@ -18,13 +18,13 @@ def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let "auto" choose on the CPU as it does on a GPU, by the GPU's times alone."""
     from twell.choose import rates
 
-    monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
-    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
+    monkeypatch.setattr(rates, "imposed", lambda kind, index: "")
+    monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
 
 
 @pytest.fixture
 def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The transfers of ``free_choice``, by a table in which the sizes of ``auto_layers`` matter."""
+    """The transfers of ``free_choice``, by times in which the sizes of ``auto_layers`` matter."""
     import auto_layers
 
     from twell.choose import rates
@@ -32,7 +32,7 @@ def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     arrivals = auto_layers.Arrivals()
     monkeypatch.setattr(sites, "Transfer", arrivals)
-    monkeypatch.setattr(tables, "SHIPPED", auto_layers.TABLE)
+    monkeypatch.setattr(rates, "seconds", auto_layers.seconds)
     return arrivals
 
 

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import math
 import pickle
 import sys
 import types
@@ -11,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from auto_layers import BF16, COSTS, TABLE, Arrivals, K, N, layer
+from auto_layers import BF16, Arrivals, K, N, layer, screened_seconds
 
 import twell
 from tests import programs
 from tests.cpu import fake_gpu
 from twell import AutoStrategy, ops, testing
 from twell._activation import RELU
-from twell._runtime import device, program
+from twell._runtime import device, program, specs
 from twell.choose import rates
 from twell.choose import site as sites
 from twell.choose.plan import Route
@@ -31,24 +30,14 @@ from twell.ops import screened
 from twell.ops.operands import Layer
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
-# the fastest if the candidates are the union, and slower than "row" if they are all neurons
-SCREENED = {
-    key: {
-        m: {**entry, "union+screen": (max(entry["union"][0] - 0.25, 0.0), 0.2, 1.0, 0.45)} for m, entry in nodes.items()
-    }
-    for key, nodes in COSTS.items()
-}
-SCREENS = tables.Table(SCREENED, "a GPU", "2026-11-22")  # type: ignore[arg-type]
-
-
 def problem(m: int = 256, training: bool = False) -> Problem:
     return Problem(m, K, N, True, training)
 
 
 @pytest.fixture
 def screens(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> Arrivals:
-    """ "auto" chooses on the CPU by a table that has times of "union+screen"."""
-    monkeypatch.setattr(tables, "SHIPPED", SCREENS)
+    """ "auto" chooses on the CPU by times that "union+screen" has, too."""
+    monkeypatch.setattr(rates, "seconds", screened_seconds)
     return chooses
 
 
@@ -57,46 +46,38 @@ def screens(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> Arrivals:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_decides_by_the_candidates(training: bool) -> None:
-    call, few, many = problem(training=training), Figures(8, 0.3, None, 0.31), Figures(8, 0.3, None, 0.9)
-    assert rates.decide(call, few, None, SCREENS).strategy == "union+screen"
-    assert rates.decide(call, many, None, SCREENS).strategy != "union+screen"
-    base = SCREENED[training, True, K, N][1]["union+screen"][0]
+    call, few = Problem(12288, 2048, 5632, True, training), Figures(8, 0.1, None, 0.12)
+    assert rates.decide(call, few).strategy == "union+screen"
+    assert rates.decide(call, few._replace(candidates=0.9)).strategy == "union"
     # neurons that fire are candidates, and there are no more than neurons
-    for given, counted in ((0.31, 0.31), (0.1, 0.3), (7.0, 1.0)):
-        predicted = costs.costs(call, few._replace(candidates=given), SCREENS)
-        assert predicted["union+screen"] == pytest.approx(base + 0.2 * 0.3 + 8 / N + 0.45 * counted)
+    times = [rates.seconds(call, few._replace(candidates=each))["union+screen"] for each in (0.0, 0.1, 0.2, 1.0, 7.0)]
+    assert times[0] == times[1] < times[2] < times[3] == times[4]
+    assert times[-1] > rates.seconds(call, few)["union"]
     with pytest.raises(ValueError, match="figures must be finite and not negative, got Figures"):
-        costs.costs(call, few._replace(candidates=-0.1), SCREENS)
+        rates.seconds(call, few._replace(candidates=-0.1))
     # candidates are counted where the screen may be the fastest: not where nearly all neurons fire
-    assert rates.worth_screening(call, Figures(8, 0.3), SCREENS)
-    assert not rates.worth_screening(problem(), Figures(200, 1.0), SCREENS)
-
-
-def test_a_screen_that_lists_all_neurons_saves_nothing() -> None:
-    every = Figures(1408, 1.0, None, 1.0)
-    for (training, gated, k, n), nodes in rates.SHIPPED.costs.items():
-        for m in nodes:
-            predicted = costs.costs(Problem(m, k, n, gated, training), every)
-            assert predicted.get("union+screen", math.inf) >= predicted.get("union", 0)
+    assert rates.worth_screening(call, few)
+    assert not rates.worth_screening(call, Figures(2000, 1.0))
+    assert not rates.worth_screening(call, None)
 
 
 @pytest.mark.parametrize("current", [None, "union", "union+screen"])
-def test_never_screens_without_times_candidates_or_kernels(current: str | None) -> None:
-    figures = Figures(8, 0.3, None, 0.3)
-    for table, known, screen in (
-        (TABLE, figures, True),
-        (SCREENS, figures._replace(candidates=None), True),
-        (SCREENS, None, True),
-        (SCREENS, figures, False),
-        (dataclasses.replace(SCREENS, screens=False), figures, True),
-        (dataclasses.replace(SCREENS, union_neurons=N - 8), figures, True),
+def test_never_screens_without_candidates_or_kernels(current: str | None) -> None:
+    figures, call = Figures(8, 0.1, None, 0.12), Problem(12288, 2048, 5632, True, False)
+    portable = dataclasses.replace(rates.SHIPPED, family=specs.PORTABLE)
+    for problem, known, card, screen in (
+        (call, figures._replace(candidates=None), None, True),
+        (call, None, None, True),
+        (call, figures, None, False),
+        (call._replace(training=True), figures, None, False),
+        (call, figures, portable, True),
+        (call._replace(float8=True), figures, None, True),
     ):
-        for call in (problem(), problem(training=True)):
-            decision = rates.decide(call, known, current, table, screen)
-            assert decision.strategy != "union+screen"
-            assert "union+screen" not in decision.costs
-            if screen and (known is None or known.candidates is not None):
-                assert not rates.worth_screening(call, known, table)
+        decision = rates.decide(problem, known, current, card, screen)
+        assert decision.strategy != "union+screen"
+        assert "union+screen" not in decision.costs
+        if screen and known is not None and known.candidates is not None:
+            assert not rates.worth_screening(problem, known, card)
 
 
 # Candidates
@@ -169,7 +150,8 @@ def test_nothing_is_counted_in_vain(
     screen: Any, training: bool, chooses: Arrivals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the table has no times of the screen, or the layer may not screen."""
-    monkeypatch.setattr(tables, "SHIPPED", SCREENS if screen == "off" else TABLE)
+    if screen == "off":
+        monkeypatch.setattr(rates, "seconds", screened_seconds)
     monkeypatch.setattr(screened, "count", lambda *_: pytest.fail("counted candidates"))
     mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
     mlp.screen = screen

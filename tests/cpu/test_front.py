@@ -44,7 +44,7 @@ def long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.fixture
 def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" chooses on the fake GPU, figures arrive at once, and no layer of another test takes turns with these."""
-    monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
+    monkeypatch.setattr(rates, "imposed", lambda kind, index: "")
     monkeypatch.setattr(functional, "imposed_on_call", lambda kind, index: "")
     monkeypatch.setattr(site, "Transfer", fake_gpu.Arrived)
     monkeypatch.setattr(site, "_latest", None)
@@ -263,7 +263,7 @@ def test_layers_take_turns_at_measuring(
         if step == 15 * models:
             assert len(first) == 28 * models
     # one alone measures at these calls, and decides by that at the next ones
-    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
+    monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
     alone, due, calls = layer(strategy="auto").requires_grad_(training), {0, 1, 2, 4, 8, 16, 32, 64, 128, 192}, []
     for i in range(200):
         before = len(long)
@@ -280,7 +280,7 @@ def test_a_dense_choice_is_torchs_own(
     cls: Any, training: bool, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bits and its gradients, in few calls of the long way: powers of two, which measure, and the next ones."""
-    monkeypatch.setattr(costs, "HOST_SECONDS", {t: {"dense": 1.0, "row": 2.0, "union": 2.0} for t in (False, True)})
+    monkeypatch.setattr(rates, "HOST", {t: {"dense": 1e6, "row": 2e6, "union": 2e6} for t in (False, True)})
     mlp, x = layer(cls, "auto", bias=True).requires_grad_(training), tokens(4, 40).requires_grad_(training)
     stock = copy.deepcopy(mlp)
     stock.strategy = "dense"
@@ -386,7 +386,7 @@ def test_a_threshold_that_moves_is_read_at_each_call(
 ) -> None:
     # a gate of any size is fused where one may be
     monkeypatch.setattr(dense, "pays", lambda *_: True)
-    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
+    monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
     mlp, x = layer(strategy="dense").requires_grad_(training), tokens(200)
     mlp.activation = "fatrelu"
     mlp.threshold = threshold = torch.tensor(0.0)
@@ -652,8 +652,8 @@ def test_what_asks_for_more_than_y_takes_the_long_way(gpu: FakeGpu, long: list[T
 def test_more_of_the_largest_have_room_whatever_a_site_measured(
     chosen: str, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(costs, "decide", lambda *_: rates.Decision(chosen, "a test", {}))
-    monkeypatch.setattr(costs, "held", lambda *_: 8)
+    monkeypatch.setattr(rates, "decide", lambda *_: rates.Decision(chosen, "a test", {}))
+    monkeypatch.setattr(rates, "held", lambda *_: 8)
     given, x, how = operands(False, False), tokens(200).requires_grad_(), twell.AutoStrategy()
     for k in (4, 4, 4, 4, 16, 16, 16):
         twell.sparse_ffn(x, **given, strategy=how, activation="topk", k=k)

@@ -143,7 +143,7 @@ def test_auto_keeps_its_schedule_and_its_choices(gpu: FakeGpu, long: Any, monkey
     assert row.calls == 200
     # another choice for calls of this kind ends what is known
     other = rates.Decision("dense" if row.strategy != "dense" else "row", "a test", {})
-    monkeypatch.setattr(costs, "decide", lambda *_: other)
+    monkeypatch.setattr(rates, "decide", lambda *_: other)
     (bucket,) = found._buckets.values()
     while not found._is_due(bucket):
         call(given, "auto", weight)

@@ -46,7 +46,7 @@ def pytest_runtest_call() -> Generator[None]:
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" chooses by the GPU's times alone, by the shipped table where it would be dense."""
-    monkeypatch.setattr(costs, "HOST_SECONDS", {False: {}, True: {}})
+    monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
     if families.is_without_table():
         shipped = families.shipped_table()
         monkeypatch.setattr(tables, "_on", lambda index: shipped)

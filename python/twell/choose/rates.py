@@ -252,7 +252,7 @@ def seconds(problem: Problem, figures: Figures, card: Card | None = None) -> dic
     part, figures, slices = of_slice(problem, figures)
     rates = card.float8 or card.rates if problem.float8 else card.rates
     found = (_training if problem.training else _inference)(part, figures, rates, card)
-    if problem.n > card.union_neurons and len(found) > 1:
+    if part.n > card.union_neurons:
         found = {route: us for route, us in found.items() if route in ("dense", "row")}
     found = {route: slices * us for route, us in found.items()}
     copies = _copies(problem)
