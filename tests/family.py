@@ -1,7 +1,7 @@
 """``--portable``, of pytest, the fuzzer and the sanitizer's driver: run the portable family of kernels on any GPU.
 
 It is an option of a test program, never a variable or a setting: nothing in the package knows it, and it ends with the
-process. And what else tests on a GPU of that family need: which refusals are of it, and a table for "auto".
+process. And what else tests on a GPU of that family need: which refusals are of it, and rates for "auto".
 """
 
 import dataclasses
@@ -18,10 +18,9 @@ HELP = "run the kernels of the portable family on this GPU"
 
 
 def run_portable() -> None:
-    """Let this process run the portable family, whatever its GPU, by the table of that."""
-    measured = tables._on
+    """Let this process run the portable family, whatever its GPU, by rates of that."""
     tuning.family = lambda index: specs.PORTABLE
-    tables._on = lambda index: tables.portable(measured(index))  # type: ignore[assignment]
+    decide_by_shipped_rates()
 
 
 def is_portable(device: torch.device) -> bool:
@@ -35,17 +34,12 @@ def is_absent(error: NotImplementedError) -> bool:
     return tuning.family(0) == specs.PORTABLE and any(message in str(error) for message in said)
 
 
-def is_without_table() -> bool:
-    """Whether this GPU has kernels, but no shipped table."""
+def is_without_rates() -> bool:
+    """Whether this GPU has kernels, but no rates that ship."""
     return driver.architecture(0) is not None and driver.capability(0) != driver.SM_90
 
 
-def shipped_table() -> tables.Table:
-    """The shipped table as if a user had measured it on a GPU without one: by it "auto" chooses in tests."""
-    return tables.portable(dataclasses.replace(rates.SHIPPED, file=Path("shipped")))
-
-
-def decide_by_the_shipped_table() -> None:
-    """Let "auto" choose in this process by ``shipped_table``."""
-    table = shipped_table()
-    tables._on = lambda index: table  # type: ignore[assignment]
+def decide_by_shipped_rates() -> None:
+    """Let "auto" choose in this process as if a user had measured those that ship on a portable GPU."""
+    card = dataclasses.replace(rates.SHIPPED, family=specs.PORTABLE, file=Path("shipped"))
+    rates._on = lambda index: card  # type: ignore[assignment]

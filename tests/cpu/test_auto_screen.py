@@ -30,6 +30,8 @@ from twell.ops import screened
 from twell.ops.operands import Layer
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
+
+
 def problem(m: int = 256, training: bool = False) -> Problem:
     return Problem(m, K, N, True, training)
 

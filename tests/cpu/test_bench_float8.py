@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from profiling import bench, figures, float8
-from twell.choose import rates
 from twell.testing import workloads
 
 pytestmark = pytest.mark.usefixtures("one_thread")

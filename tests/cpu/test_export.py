@@ -91,7 +91,7 @@ def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pyt
 def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a serving engine calls it: views of one merged weight, traced once with symbolic tokens."""
     torch.compiler.reset()
-    monkeypatch.setattr(tables, "imposed", lambda kind, index: "")
+    monkeypatch.setattr(rates, "imposed", lambda kind, index: "")
     monkeypatch.setattr(sites, "Transfer", Arrivals())
     monkeypatch.setattr(sites, "_SITES", {})
     p = problem(300, "gate up down", torch.bfloat16)

@@ -234,12 +234,6 @@ def test_full_disks_are_recognised(code: int) -> None:
     assert not _files.is_full(None)
 
 
-def write_table(path: Path) -> None:
-    from twell.commands import analyze
-
-    analyze.write_csv(path, [{"layer": 1}])
-
-
 def write_json(path: Path) -> None:
     from profiling.bench import report
 
@@ -252,12 +246,10 @@ def cut_back(path: Path) -> None:
     recipe.StatsWriter(path, resume_step=1, tensorboard=False)
 
 
-@pytest.mark.parametrize("write", [write_table, write_json, cut_back])
+@pytest.mark.parametrize("write", [write_json, cut_back])
 def test_files_of_users_are_replaced_whole_and_on_the_disk(
     write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if write is write_table:
-        pytest.importorskip("transformers")
     # as a StatsWriter begins one
     path, old = tmp_path / "out.csv", f"{','.join(_writers._COLUMNS)}\n1,a\n2,a\n"
     path.write_text(old)

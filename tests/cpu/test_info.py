@@ -34,7 +34,7 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     state = json.loads(capsys.readouterr().out)
     assert state["versions"]["torch"] == torch.__version__
     assert set(state) == {
-        *("versions", "devices", "device_problem", "kernels", "launches", "cache", "tables", "environment")
+        *("versions", "devices", "device_problem", "kernels", "launches", "cache", "rates", "environment")
     }
     assert set(state["environment"]) == set(info.VARIABLES)
     if not state["devices"]:

@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(arguments.device)
     # graphs are compared with eager calls, so both choose by the GPU's times alone
     if device.type == "cuda":
-        costs.HOST_SECONDS.update({False: {}, True: {}})
+        rates.HOST.update({False: {}, True: {}})
     flags = f" --device {device.type}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
     limits = prepare(device, arguments.portable, arguments.jit)._replace(few=arguments.few)
     kinds = tuple(kind for kind in KINDS if kind in arguments.kinds)

@@ -44,12 +44,12 @@ def pytest_runtest_call() -> Generator[None]:
 
 
 @pytest.fixture(autouse=True)
-def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "auto" chooses by the GPU's times alone, by the shipped table where it would be dense."""
+def times_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "auto" chooses by the GPU's times alone, by rates that ship where it would be dense."""
     monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
-    if families.is_without_table():
-        shipped = families.shipped_table()
-        monkeypatch.setattr(tables, "_on", lambda index: shipped)
+    if families.is_without_rates():
+        monkeypatch.setattr(rates, "_on", rates._on)
+        families.decide_by_shipped_rates()
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def same_family(request: pytest.FixtureRequest) -> str:
     """What a program in a process of its own begins with, so that it runs and chooses what this one does."""
     portable = request.config.getoption("--portable", default=False)
     lines = "from tests.family import run_portable; run_portable()\n" if portable else ""
-    if families.is_without_table():
-        lines += "from tests.family import decide_by_the_shipped_table; decide_by_the_shipped_table()\n"
+    if families.is_without_rates():
+        lines += "from tests.family import decide_by_shipped_rates; decide_by_shipped_rates()\n"
     return lines
 
 

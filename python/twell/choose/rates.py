@@ -74,16 +74,14 @@ class Figures(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of layers with weights of one width.
+    """Of layers with weights of one width; "flop" is Tflop/s of a multiprocessor, "memory" TB/s.
 
-    launch: us of a launch of a dense layer. dense_flop: Tflop/s of a multiprocessor. dense_memory: TB/s. dense_pass: us
-    of 10^6 gates between products. few_start: us of one pass over few tokens. few_gate: us more with a gate. few_left:
-    us of a token and 4,096 columns. gate_start: us. gate_wave: ns of a column of K in a wave of tiles. gate_memory:
-    TB/s. row_l2: TB/s. row_missed: TB/s of rows beyond the cache. row_alone: of 100 GB/s, of the
-    heaviest token's rows. row_list: ns of a neuron and 400 tokens. up_flop, down_flop: Tflop/s of a multiprocessor.
-    lists: us. heavy_entry: us of 10^4 entries of the heaviest group. entry: us of 10^6 entries of 2,048 columns.
-    screen_start: us. quantise: TB/s. int8_wave: ns of a column of K. sampled_flop: Tflop/s of a multiprocessor. step_launch,
-    step_pass: of a dense training step. step_start: us. step_flop, step_entry, step_memory: of a sparse one.
+    Dense layers: us of a launch, products, weights, us of 10^6 values between products. One pass over few tokens: us,
+    us more with a gate, us of a token and 4,096 columns. The gate GEMM: us, ns of a column of K in a wave of tiles of 96
+    tokens, and of its reads where all clusters read, weights. "row": rows of neurons from L2, TB/s, and from memory,
+    those of the heaviest token, 100 GB/s, ns of a neuron and 400 tokens. "union": products, us of lists, us of 10^4
+    entries of the heaviest group, us of 10^6 entries and 2,048 columns. The int8 screen: us, TB/s of quantising, ns of a
+    column of K in a wave, products at candidates. Training steps: as above, dense ones first.
     """
 
     launch: float
@@ -120,7 +118,7 @@ class Rates(NamedTuple):
 
 # products of cuBLAS: tiles of tokens and neurons, and parts of K
 _TILES, _PARTS = ((64, 128), (128, 128), (128, 256), (256, 128)), (1, 2, 4)
-# us and TB/s of ``matrix_transpose``, 
+# us and TB/s of ``matrix_transpose``,
 _COPY_START, _COPY_BYTES = 3.0, 3.1
 
 

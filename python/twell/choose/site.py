@@ -242,9 +242,9 @@ class AutoStrategy:
 
     ``screen`` says whether "union" may compute a gate only where an int8 product and its bound say that it may fire:
     "auto", where measured figures say that it pays, or "off", never. It may be set at any time. ``explain`` calls such
-    calls "union+screen". They need times of the screen in the rates of the GPU and the number of candidates, which calls
-    that measure count, by a run of the screen alone if another strategy runs; they do so only where the screen would
-    be the fastest if it listed nothing but non-zeros.
+    calls "union+screen". They need the number of candidates, which calls that measure count, by a run of the screen
+    alone if another strategy runs; they do so only where the screen would be the fastest if it listed nothing but
+    non-zeros.
 
     If the down weight is not stored by rows (``twell.nn.set_down_layout``), the prediction includes the copy that
     sparse strategies make of it. On other GPUs "auto" is "dense", after a warning, and on the CPU, too, where the

@@ -1,4 +1,4 @@
-"""``twell info``: versions, devices, kernels, what launches them, the table of "auto", the environment, anywhere."""
+"""``twell info``: versions, devices, kernels, what launches them, the rates of "auto", the environment, anywhere."""
 
 import json
 import logging
@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 import twell
-from twell._runtime import cache, device, env, fingerprint, host, packaged
+from twell._runtime import cache, device, env, fingerprint, host, packaged, specs
 from twell._runtime.log import logger
-from twell.choose.rates import KINDS, SHIPPED, read
+from twell.choose.rates import read
 
 # nvidia-cutlass-dsl is the compiler, which is optional
 PACKAGES: tuple[str, ...] = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
@@ -78,20 +78,17 @@ class CacheInfo:
 
 
 @dataclass(frozen=True)
-class TableInfo:
-    """The table of costs that "auto" uses on a GPU model: the GPU, date and file it is from, and a user's file ignored.
+class RatesInfo:
+    """The rates by which "auto" chooses on a GPU model: the GPU, date and file they are from, and a file ignored.
 
-    `file` is None for the shipped table. `measured_on` is "" where there is none, and "auto" is dense. `kinds`: of
-    calls that the file has times of, () for the shipped table; `others`: what the other kinds of calls run by.
-    `problem`: why there is a file that is not used, or that it is of other kernels, or None.
+    `file` is None for rates that ship. `measured_on` is "" where there are none, and "auto" is dense. `problem`: why
+    there is a file that is not used, or that it is of other kernels, or None.
     """
 
     gpu: str
     measured_on: str
     date: str
     file: str | None
-    kinds: tuple[str, ...]
-    others: str
     problem: str | None
 
 
@@ -105,7 +102,7 @@ class Info:
     kernels: KernelInfo
     launches: str
     cache: CacheInfo
-    tables: tuple[TableInfo, ...]
+    rates: tuple[RatesInfo, ...]
     environment: dict[str, str]
 
 
@@ -140,10 +137,10 @@ def collect() -> Info:
     kernels = _kernels(packaged.folder_of(arch), arch)
     if driver.devices and (advice := packaged.advice(arch)):
         kernels = replace(kernels, problems=(*kernels.problems, advice))
-    tables = tuple(_table(*model) for model in models.items())
+    rates = tuple(_rates(*model) for model in models.items())
     with _warnings():
         launches = _in_effect(host.runner)
-    return Info(versions, devices, driver.problem, kernels, launches, _cache(), tables, environment)
+    return Info(versions, devices, driver.problem, kernels, launches, _cache(), rates, environment)
 
 
 def _in_effect(value: Callable[[], object]) -> str:
@@ -209,34 +206,25 @@ def _cache() -> CacheInfo:
         return CacheInfo("", 0, 0, 0, str(error))
 
 
-def _table(gpu: str, shipped: bool) -> TableInfo:
-    """The table for a GPU model, for which the shipped one may stand in or not."""
-    table = read(gpu, shipped)
-    problem = table.ignored or table.note or None
-    if table.file is None:
-        measured = (table.gpu, table.date) if shipped else ("", "")
-        return TableInfo(gpu, *measured, None, (), "", problem)
-    kinds = tuple(name for kind, name in KINDS.items() if kind in table.measured)
-    others = f"the shipped times of {SHIPPED.gpu}" if shipped else "dense"
-    return TableInfo(gpu, table.gpu, table.date, str(table.file), kinds, others, problem)
+def _rates(gpu: str, shipped: bool) -> RatesInfo:
+    """The rates for a GPU model, for which those that ship may stand in or not."""
+    card = read(gpu, specs.SM90 if shipped else specs.PORTABLE)
+    if card.file is None and not shipped:
+        return RatesInfo(gpu, "", "", None, card.note or None)
+    return RatesInfo(gpu, card.gpu, card.date, None if card.file is None else str(card.file), card.note or None)
 
 
-def _table_lines(tables: tuple[TableInfo, ...]) -> Iterator[str]:
-    for table in tables:
-        if table.measured_on:
-            yield f"  {table.gpu}: {table.file or 'shipped'}, measured on {table.measured_on}, {table.date[:10]}"
+def _rates_lines(rates: tuple[RatesInfo, ...]) -> Iterator[str]:
+    for each in rates:
+        if each.measured_on:
+            yield f"  {each.gpu}: {each.file or 'shipped'}, measured on {each.measured_on}, {each.date[:10]}"
         else:
-            yield f'  {table.gpu}: none, and "auto" is dense there until `twell tune` has measured it'
-        if table.kinds:
-            rest = [name for name in KINDS.values() if name not in table.kinds]
-            yield f"  kinds of calls: {', '.join(table.kinds)}" + (
-                f"; {table.others}: {', '.join(rest)}" if rest else ""
-            )
-        if table.problem:
-            yield f"  note: {table.problem}"
-        if table.measured_on not in ("", table.gpu):
-            yield f"  note: these are times of another GPU; `twell tune` measures {table.gpu}"
-    if not tables:
+            yield f'  {each.gpu}: none, and "auto" is dense there until `twell tune` has measured it'
+        if each.problem:
+            yield f"  note: {each.problem}"
+        if each.measured_on not in ("", each.gpu):
+            yield f"  note: these are of another GPU; `twell tune` measures {each.gpu}"
+    if not rates:
         yield '  none in use: "auto" is dense here'
 
 
@@ -292,8 +280,8 @@ def lines(info: Info, verbose: bool) -> Iterator[str]:
     else:
         size = f"{info.cache.entries} kernels, {info.cache.bytes:,} bytes; {info.cache.current} fit these versions"
         yield from _fields({"folder": info.cache.folder, "holds": size})
-    yield '\nTable of "auto"'
-    yield from _table_lines(info.tables)
+    yield '\nRates of "auto"'
+    yield from _rates_lines(info.rates)
     yield "\nEnvironment, as in effect"
     yield from _fields(info.environment)
 
