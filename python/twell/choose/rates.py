@@ -77,11 +77,11 @@ class Rates(NamedTuple):
     """Of layers with weights of one width; "flop" is Tflop/s of a multiprocessor, "memory" TB/s.
 
     Dense layers: us of a launch, products, weights, us of 10^6 values between products. One pass over few tokens: us,
-    us more with a gate, us of a token and 4,096 columns. The gate GEMM: us, ns of a column of K in a wave of tiles of 96
-    tokens, and of its reads where all clusters read, weights. "row": rows of neurons from L2, TB/s, and from memory,
+    us more with a gate, us of a token and 4,096 columns. The gate GEMM: us, ns of a column of K in a wave of tiles of
+    96 tokens, and of its reads where all clusters read, weights. "row": rows of neurons from L2, TB/s, and from memory,
     those of the heaviest token, 100 GB/s, ns of a neuron and 400 tokens. "union": products, us of lists, us of 10^4
-    entries of the heaviest group, us of 10^6 entries and 2,048 columns. The int8 screen: us, TB/s of quantising, ns of a
-    column of K in a wave, products at candidates. Training steps: as above, dense ones first.
+    entries of the heaviest group, us of 10^6 entries and 2,048 columns. The int8 screen: us, TB/s of quantising, ns of
+    a column of K in a wave, products at candidates. Training steps: as above, dense first.
     """
 
     launch: float
@@ -124,7 +124,7 @@ _COPY_START, _COPY_BYTES = 3.0, 3.1
 
 def _norm(power: float, *times: float) -> float:
     """Between the larger and the sum: parts that overlap."""
-    return sum([max(time, 1e-9) ** power for time in times]) ** (1 / power)
+    return math.pow(sum([max(time, 1e-9) ** power for time in times]), 1 / power)
 
 
 @functools.lru_cache(4096)
@@ -508,17 +508,17 @@ UNUSABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Arithmetic
 
 def card_of(written: Any) -> Card:
     """The card of what ``as_json`` wrote. Raises one of ``UNUSABLE`` for anything else."""
-    text = [str(written[name]) for name in ("machine", "date", "kernels", "family")]
-    if text[-1] not in (specs.SM90, specs.PORTABLE) or type(written["sms"]) is not int or written["sms"] < 2:
-        raise ValueError(f"family and sms must be of a GPU, got {written['family']!r:.40} and {written['sms']!r:.40}")
-    kinds: tuple[tuple[str, Callable[..., Any]], ...] = ("rates", Rates), ("float8", Rates), ("experts", ExpertRates)
-    rates = [None if written.get(n) is None else _rates(kind, written[n]) for n, kind in kinds]
-    if rates[0] is None:
-        raise ValueError("it must have rates, got none")
-    return Card(*text, written["sms"], *rates)
+    machine, date, kernels, family = (str(written[name]) for name in ("machine", "date", "kernels", "family"))
+    sms = written["sms"]
+    if family not in (specs.SM90, specs.PORTABLE) or type(sms) is not int or sms < 2:
+        raise ValueError(f"family and sms must be of a GPU, got {family!r:.40} and {sms!r:.40}")
+    float8, experts = _rates(Rates, written.get("float8")), _rates(ExpertRates, written.get("experts"))
+    return Card(machine, date, kernels, family, sms, _rates(Rates, written["rates"]), float8, experts)
 
 
-def _rates(kind: Callable[..., Any], written: dict[str, Any]) -> Any:
+def _rates(kind: Callable[..., Any], written: dict[str, Any] | None) -> Any:
+    if written is None:
+        return None
     rates = kind(**{name: float(value) for name, value in written.items()})
     if not all(1e-9 <= value <= 1e9 for value in rates):
         raise ValueError(f"rates must be from 1e-9 to 1e9, got {written!r:.80}")
@@ -566,8 +566,8 @@ def read(gpu: str, family: str = specs.SM90, sms: int | None = None) -> Card:
         return dataclasses.replace(best, note=f'"auto" ignores {path}, no rates of `twell tune`: {error}')
     other = own.kernels != fingerprint.source_hash()
     note = f"{path} has times of other kernels: run `twell tune` again" if other else ""
-    kept = {"float8": own.float8 or best.float8, "experts": own.experts or best.experts}
-    return dataclasses.replace(own, file=path, note=note, **kept)
+    float8, experts = own.float8 or best.float8, own.experts or best.experts
+    return dataclasses.replace(own, float8=float8, experts=experts, file=path, note=note)
 
 
 def write(card: Card) -> Path:
