@@ -12,6 +12,7 @@ from typing import Any
 from profiling import host
 from profiling.draw.common import ResultError, Results, machine, markdown
 from twell.choose.rates import SCREENED
+from twell.commands import tune
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
@@ -303,9 +304,11 @@ def shapes() -> str:
     """Times of the best strategy over dense by layer, pattern and tokens."""
     best: dict[tuple[int, int, str, int], tuple[float, str]] = {}
     for row in result("tuning")["rows"]:
-        if not row["red"] and not row["training"] and row["gated"]:
-            key = (row["k"], row["n"], row["pattern"], row["m"])
-            best[key] = min(best.get(key, (math.inf, "")), (row["relative"], row["strategy"].rpartition("+")[2][0]))
+        if row["gated"] and not row["training"] and not row.get("float8"):
+            times = {route: ms / row["dense_ms"] for route, ms in tune.ms_of(row).items() if route != "dense"}
+            best[row["k"], row["n"], row["pattern"], row["m"]] = min(
+                (time, route.rpartition("+")[2][0]) for route, time in times.items()
+            )
     tokens = (64, 256, 1024, 4096, 12288)
     rows = []
     for k, n in SHAPES:

@@ -1,24 +1,10 @@
-"""What the results of ``profiling.bench float8`` say: tables of docs/float8.md, and the table by which "auto" chooses.
+"""What the results of ``profiling.bench float8`` say: tables of docs/float8.md."""
 
-python -m profiling.float8 profiling/results/float8*.json     # needs no GPU; generates the table that ships
-"""
-
-import argparse
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
+from profiling.draw.common import machine, markdown
 
-from profiling.draw.common import loads, machine, markdown
-from twell import _files
-from twell.choose import rates
-from twell.commands import tune
-
-STRATEGIES = ("row", "union", "dense")
-# Weight of terms of 16 bits beside those of a pattern.
-_OF_16_BITS = 0.5
 DENSE, BF16 = "dense fp8", "bfloat16"
 Row = dict[str, Any]
 # the variants of one layer and number of tokens, by name
@@ -37,69 +23,6 @@ def cases(rows: Iterable[Row]) -> list[Case]:
 def fastest(case: Case, prefix: str) -> Row:
     """The fastest of the variants whose names begin so."""
     return min((row for name, row in case.items() if name.startswith(prefix)), key=lambda row: row["us"])
-
-
-# The table of "auto"
-
-
-class Point(NamedTuple):
-    """A layer with its measured times by strategy, as multiples of the fastest dense fp8."""
-
-    problem: rates.Problem
-    figures: rates.Figures
-    relative: dict[str, float]
-
-
-def points(rows: Iterable[Row]) -> list[Point]:
-    """The layers for which all strategies were measured."""
-    found, each = [], cases(rows)
-    # fewer than 128 tokens have none of their own
-    unions = {(row["workload"], row["n"]): row["union"] for case in each for row in case.values() if row["union"]}
-    for case in each:
-        if all(f'"{name}"' in case for name in STRATEGIES):
-            row, dense = case['"row"'], fastest(case, DENSE)["us"]
-            problem = rates.Problem(row["m"], row["k"], row["n"], True, False, float8=True)
-            if rates.in_one_pass(problem):
-                continue
-            union = row["union"] or unions.get((row["workload"], row["n"]))
-            figures = rates.Figures(row["nonzeros"], union, row["heaviest"])
-            found.append(Point(problem, figures, {name: case[f'"{name}"']["us"] / dense for name in STRATEGIES}))
-    return found
-
-
-def fitted(found: Sequence[Point]) -> tables.Costs:
-    """The table of these layers: for each, and for each number of tokens, the terms of each strategy.
-
-    A few patterns of about as many non-zeros do not tell the terms apart. So terms of 16 bits, made to take as long,
-    count beside them with the weight ``_OF_16_BITS``. "dense" is the same for all.
-    """
-    groups: dict[rates.Problem, list[Point]] = {}
-    for point in found:
-        groups.setdefault(point.problem, []).append(point)
-    table: tables.Costs = {}
-    for problem, group in sorted(groups.items()):
-        # "union" of few tokens has the kernels of more, and may have no terms of its own
-        wide, many = (costs.coefficients(problem._replace(m=m, float8=False)) for m in (problem.m, 2048))
-        dense = rounded(statistics.geometric_mean(point.relative["dense"] for point in group))
-        entry: dict[str, tables.Terms] = {"dense": (dense, 0.0, 0.0, 0.0)}
-        for name in STRATEGIES[:2]:
-            own = [[factor / p.relative[name] for factor in costs.factors(problem, p.figures, name)] for p in group]
-            terms = torch.tensor(own, dtype=torch.float64, device="cpu")
-            usual = torch.diag(terms.mean(0))
-            like = usual @ torch.tensor(wide.get(name, many[name]), dtype=torch.float64, device="cpu")
-            target = torch.cat((torch.ones_like(terms[:, 0]), _OF_16_BITS * like / like.sum()))
-            solution = tune.non_negative_least_squares(torch.cat((terms, _OF_16_BITS * usual)), target)
-            base, union, density, heaviest = map(rounded, solution)
-            entry[name] = base, union, density, heaviest
-        table.setdefault((False, True, problem.k, problem.n), {})[problem.m] = entry
-    return table
-
-
-def rounded(term: Any) -> float:
-    return float(f"{float(term):.3g}")
-
-
-# Tables
 
 
 def speed(found: Mapping[str, Any], tokens: Sequence[int] = ()) -> str:
@@ -175,22 +98,3 @@ def section(results: Mapping[str, Mapping[str, Any] | None]) -> Iterator[str]:
         yield accuracy(many)
     if machines := dict.fromkeys(machine(dict(file)) for file in (many, large, mixture) if file):
         yield ". And ".join(machines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--table", type=Path, default=tables.FLOAT8_PATH, metavar="FILE")
-    arguments = parser.parse_args(argv)
-    runs = [loads(path.read_text()) for path in arguments.files]
-    found = points(row for run in runs for row in run["rows"] if "nonzeros" in row)
-    if not found:
-        parser.error("expected rows of all strategies, got none")
-    most = max(runs, key=lambda run: len(run["rows"]))
-    table = tables.Table(fitted(found), most["machine"], most["date"][:10], float8=True)
-    _files.write_text(arguments.table, tables.text_of(table))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

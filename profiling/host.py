@@ -48,7 +48,10 @@ HIDDEN, NEURONS, WORKLOAD = testing.PAPER_HIDDEN, testing.PAPER_NEURONS, "topic2
 HOST_CALLS = ((FORWARD, 16), (FORWARD, 2048), (ONE_THREAD, 2048), (STEP, 2048))
 MANY = 16384
 # The layers of part "few" and their tokens, by gated or not, the most tokens, and the pattern.
-LAYERS = {True: tune.KINDS["gated"], False: tune.KINDS["non-gated"]}
+LAYERS = {
+    True: (tune.SHAPES, (1, 3, 8, 16, 32, 33, 64, 96, 128, 192, 256, 384, 512, 768, 1024)),
+    False: (((2048, 5632), (4096, 11008)), (1, 8, 16, 32, 33, 64, 128, 256, 512, 1024)),
+}
 FEW, PATTERN = 1024, "topic"
 # By part, calls in a row for each way of timing. Those of the host are few: the longest step has two dozen launches,
 # and the GPU's queue takes a thousand.

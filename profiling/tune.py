@@ -1,124 +1,96 @@
-"""Measure the cost of each strategy against dense, and generate the table of "auto" that ships.
+"""Measure routes and fit the rates that ship: ``twell tune``, which keeps its rows.
 
     python -m profiling.tune --out profiling/results/tuning.json --write
-    python -m profiling.tune --out part.json --shapes 2048x5632 --kinds gated --budget-s 60
     python -m profiling.tune --from part.json other.json --write
 
-The first two commands need a Hopper GPU, the last does not. ``twell.commands.tune`` measures and fits, as it does for a
-user's GPU. Rows go to --out after each step, so an interrupted run loses little; --budget-s ends a run between steps.
-Several files are merged; the last row for a problem counts.
+The first command needs a GPU, the second fits to rows of earlier runs, of which the last one for a problem counts.
+Rows go to --out after each step. --write puts the card of that GPU into ``cards.json``.
 """
 
 import argparse
+import dataclasses
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from profiling.draw.common import loads
-from twell import _files, testing
+from twell import _files
 from twell.choose import rates
+from twell.choose.rates import Card
 from twell.commands import tune
-from twell.commands.request import RequestError
-
-# Beside the layers of the table: pairs of the share that published models fire, and small training steps.
-MORE = [
-    *(
-        tune.Step(k, n, "non-gated", m, ("tenth", "wide", "dense"))
-        for k, n in ((768, 3072), (2048, 8192), (4096, 16384))
-        for m in (33, 64, 128, 256, 512, 1024, 4096)
-    ),
-    *(tune.Step(k, n, "training", m, ("topic", "uniform", "heavy")) for k, n in tune.SHAPES[:2] for m in (48, 128)),
-]
+from twell.commands.request import exit_status
 
 
-def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all steps and return the data, which is also written to --out after each step."""
-    device = tune.gpu(None)
-    data: dict[str, Any] = {
-        "machine": testing.machine_line(device.torch_device),
-        "date": tune.now(),
-        "arguments": {name: value for name, value in vars(arguments).items() if not isinstance(value, Path)},
-        "complete": False,
-        "rows": [],
-    }
-    chosen = arguments.shapes, arguments.kinds, arguments.m, arguments.patterns
-    steps = tune.plan(*chosen, rates.in_use(device.torch_device))
-    if arguments.shapes is arguments.m is None and arguments.kinds == list(tune.KINDS):
-        steps += MORE
-    found, options = 0, {"budget_s": arguments.budget_s, "seconds": arguments.seconds}
-    for rows in tune.measure(steps, device, **options):
-        found += 1
-        data["rows"] += rows
-        data["complete"] = found == len(steps)
-        write_json(data, arguments.out)
-    return data
-
-
-def write_json(data: dict[str, Any], path: Path | None) -> None:
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _files.write_text(path, json.dumps(data, indent=1) + "\n")
+def write_rows(path: Path | None, rows: Sequence[tune.Row], **about: Any) -> None:
+    """Write a file of results, one row a line; nothing without a path."""
+    if path is None:
+        return
+    text = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _files.write_text(path, f'{json.dumps(about)[:-1]}, "rows": [\n{text}\n]}}\n')
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read the file of an earlier run; ValueError if it is another file."""
+    """The file of an earlier run; ValueError if it is another file."""
     try:
         run = loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"expected what --out wrote in {path}, got {error}") from error
-    needed = {*tune.SIZES, "nonzeros", "union", "pattern", "strategy", "relative", "red"}
-    rows = run.get("rows") if isinstance(run, dict) else None
-    if not isinstance(rows, list) or not {"machine", "date"} <= run.keys():
-        raise ValueError(f"expected what --out wrote in {path}, got other JSON")
-    for row in rows:
-        if missing := needed - row.keys() - ({"relative"} if row.get("red") else set()):
-            raise ValueError(f"expected what --out wrote in {path}, got a row without {', '.join(sorted(missing))}")
+        run["machine"], run["date"], tune.usable(run["rows"])
+    except rates.UNUSABLE as error:
+        raise ValueError(f"expected what --out wrote in {path}, got {type(error).__name__}: {error}") from error
     return run
 
 
-def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """Merge runs on GPUs of one model: all rows, machine and date of the last run."""
-    runs = [read(path) for path in paths]
-    models = {tables.gpu_of(run["machine"]) for run in runs}
-    if len(models) > 1:
-        raise ValueError(f"a table is for one GPU, got measurements of {', '.join(sorted(models))}")
-    return {**runs[-1], "rows": [row for run in runs for row in run["rows"]]}
+def card_of(runs: Sequence[dict[str, Any]]) -> Card:
+    """Rates fitted to runs on GPUs of one model, from those that ship; machine and date of the last run."""
+    machine, family = runs[-1]["machine"], runs[-1].get("family", rates.SHIPPED.family)
+    kernels, sms = (re.search(pattern, machine) for pattern in (r"kernels (\w+)", r"\((\d+) SMs"))
+    if kernels is None or sms is None:
+        raise ValueError(f"a machine line must have kernels and multiprocessors, got {machine}")
+    about = {"machine": machine, "date": runs[-1]["date"], "kernels": kernels[1], "note": ""}
+    card = dataclasses.replace(rates.shipped(machine.split(" (")[0], family, int(sms[1])), **about)
+    if models := {run["machine"].split(" (")[0] for run in runs} - {card.gpu}:
+        raise ValueError(f"rates are of one GPU, got rows of {card.gpu} and {', '.join(sorted(models))}")
+    rows = tune.usable(row for run in runs for row in run["rows"])
+    card = tune.fitted(rows, card)
+    print(tune.report(rows, card), card.machine, sep="\n")
+    return card
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--shapes", nargs="+", type=tune.shape, metavar="KxN", help="default: the layers of twell.commands.tune")
-    add("--m", nargs="+", type=int, metavar="TOKENS", help="any numbers of tokens (default: by kind)")
-    add("--kinds", nargs="+", choices=tune.KINDS, default=list(tune.KINDS))
-    add("--patterns", nargs="+", choices=tune.PATTERNS, help="default: all but one")
-    add("--seconds", type=float, default=0.05, help="GPU time for the samples of one problem (default: %(default)s)")
-    add("--budget-s", type=float, default=450.0, help="start no step after this many seconds (default: %(default)s)")
-    add("--out", type=Path, metavar="FILE", help="write the rows as JSON")
-    add("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="measure nothing, use these files")
-    add("--write", action="store_true", help="generate the table")
-    add("--table", type=Path, default=tables.PATH, metavar="FILE", help="its file (default: that of the checkout)")
-    return parser.parse_args(argv)
+def ship(card: Card, path: Path = rates.PATH) -> Path:
+    """Put a card in the place of the one of its GPU and family, or last."""
+    cards = [rates.card_of(each) for each in json.loads(path.read_text())]
+    places = [i for i, each in enumerate(cards) if (each.gpu, each.family) == (card.gpu, card.family)]
+    cards[places[0] if places else len(cards) :][:1] = [card]
+    _files.write_text(path, json.dumps([rates.as_json(each) for each in cards], indent=1) + "\n")
+    return path
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
-    try:
-        data = measure_all(arguments) if arguments.sources is None else merged(arguments.sources)
-        table = tune.fit(data["rows"])
-    except (RequestError, ValueError) as error:
-        print(f"tune: error: {error}", file=sys.stderr)
-        return 2
-    print(tune.report(table, data["rows"]))
-    print(data["machine"])
-    if arguments.write:
-        if not table:
-            print("tune: no rows to make a table of", file=sys.stderr)
-            return 1
-        _files.write_text(arguments.table, tables.text_of(tables.Table(table, data["machine"], data["date"][:10])))
-    return 1 if any(row["red"] for row in data["rows"]) else 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tune.add_arguments(parser)
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FILE", help="write the rows as JSON")
+    add("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="measure nothing, use these files")
+    add("--write", action="store_true", help="write cards.json")
+    arguments = parser.parse_args(argv)
+
+    def keep(rows: list[tune.Row], card: Card, complete: bool) -> None:
+        about = {name: getattr(card, name) for name in ("machine", "date", "family")}
+        write_rows(arguments.out, rows, **about, complete=complete)
+
+    def run() -> int:
+        write = ship if arguments.write else None
+        if not arguments.sources:
+            return tune.tune(arguments, tune.gpu(arguments.device), keep, write)
+        card = card_of([read(path) for path in arguments.sources])
+        if write is not None:
+            print(f"wrote {write(card)}")
+        return 0
+
+    return exit_status("tune", run)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,9 @@ from profiling.bench.protocol import Device
 from profiling.bench.report import Column
 from profiling.bench.variants import Session, Settled, Variant, Verdict, verdict
 from twell import float8, testing
-from twell._activation import RELU
 from twell.commands import timing, tune
 from twell.commands.request import at_least
 from twell.commands.timing import Call
-from twell.float8 import Float8
-from twell.ops import e4m3
-from twell.ops.e4m3 import hidden_in_float8, product, tokens_in_float8
 from twell.testing import Comparison, workloads
 
 NAME = "profiling.bench float8"
@@ -47,7 +43,7 @@ class Row:
     """One variant. us: of a call, by the median of CUDA graphs. over_dense: the time of the fastest dense fp8 over it.
 
     strategy: what "auto" chose. nonzeros, union, heaviest: figures of e4m3 gates, as in
-    ``strategy.rates.Figures``. error: relative to the formula in float64. original: relative to float64 of the weights
+    ``choose.rates.Figures``. error: relative to the formula in float64. original: relative to float64 of the weights
     before they were quantised.
     """
 
@@ -92,39 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     variants.add_arguments(parser, 1.0)
 
 
-class Weights:
-    """A layer in e4m3, as sparse calls and as dense products read it."""
-
-    def __init__(self, problem: testing.FFN) -> None:
-        self.problem = problem
-        self.gate, self.up, down = map(twell.quantize, (problem.w_gate, problem.w_up, problem.w_down.t()))
-        self.down = Float8(down.values.t().contiguous().t(), down.scale)
-        # as torch._scaled_mm reads it: in another layout each call would copy it
-        self.stored = Float8(down.values.contiguous(), down.scale)
-        both = torch.cat((self.gate.values.view(torch.uint8), self.up.values.view(torch.uint8)))
-        self.both = both.view(float8.E4M3), torch.cat((self.gate.scale, self.up.scale))
-
-    def dense(self, x: Tensor, strategy: object = "", merged: bool = False, triton: bool = False) -> Tensor:
-        """y by products of ``torch._scaled_mm`` and fused passes; on a CPU by sums in float32."""
-        if x.device.type != "cuda":
-            layer = e4m3.layer_of(x, (self.gate, self.up, self.stored), float8.NO_BIASES)
-            return e4m3.dense(layer, RELU, True)[0]
-        quantise: Callable[..., tuple[Tensor, Tensor]] = tokens_in_float8
-        hidden: Callable[..., tuple[Tensor, Tensor]] = hidden_in_float8
-        if triton:
-            from profiling.bench.float8_triton import rows_in_float8
-
-            quantise = hidden = rows_in_float8
-        tokens = quantise(x)
-        if merged:
-            gate, up = product(*tokens, *self.both).chunk(2, 1)
-        else:
-            gate, up = (product(*tokens, w.values, w.scale) for w in (self.gate, self.up))
-        return product(*hidden(gate, up), *self.stored)
-
-    def sparse(self, x: Tensor, strategy: Any) -> Tensor:
-        y: Tensor = twell.sparse_gated_ffn(x, self.gate, self.up, self.down, strategy=strategy)
-        return y
+class Weights(tune.Quantised):
+    """The same layer in e4m3 and in 16 bits."""
 
     def wide(self, x: Tensor, strategy: Any) -> Tensor:
         p = self.problem
@@ -155,6 +120,13 @@ def run(arguments: argparse.Namespace) -> int:
     return this.run(work, COLUMNS)
 
 
+def rows_in_float8() -> Callable[..., Any]:
+    """Passes that quantise, in Triton."""
+    from profiling.bench import float8_triton
+
+    return float8_triton.rows_in_float8
+
+
 class Measured:
     """Variants of a layer on ``m`` tokens: call ``i`` has the i-th of ``layers``, and of few tokens others, in turn."""
 
@@ -167,11 +139,7 @@ class Measured:
         window = problem.x[: parts * m][:CHECKED]
         self.right = float8.formula(float8.quantize_tokens(window), first.gate, first.up, first.down)
         self.original = testing.float64_output(problem._replace(x=window))
-        gate = first.gate.dequantize(torch.bfloat16)
-        found = [
-            tune.figures_of(problem._replace(x=float8.quantize_tokens(x).dequantize(torch.bfloat16), w_gate=gate))
-            for x in self.parts
-        ]
+        found = [tune.figures_of(first.rounded(x)) for x in self.parts]
         means: Any = [None if values[0] is None else sum(values) / parts for values in zip(*found)]
         n, k = problem.w_gate.shape
         self.make: Any = functools.partial(Row, name, m, k, n, *means[:3])
@@ -190,9 +158,10 @@ class Measured:
         calls: dict[str, Any] = {}
         on_gpu = self.device.torch_device.type == "cuda"
         for triton in [False, True] if on_gpu and importlib.util.find_spec("triton") else [False]:
+            others: dict[str, Any] = {"quantise": rows_in_float8(), "hidden": rows_in_float8()} if triton else {}
             for merged in (True, False):
                 said = f"{DENSE}, {'one product' if merged else 'two products'}{', Triton' if triton else ''}"
-                calls[said] = functools.partial(Weights.dense, merged=merged, triton=triton)
+                calls[said] = functools.partial(Weights.dense, merged=merged, **others)
         calls[BF16_DENSE] = Weights.wide_dense
         checks = []
         for dense, answer in ((Weights.dense, self.right), (Weights.wide_dense, self.original)):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from profiling import bench, figures, float8
+from profiling import bench
 from twell.testing import workloads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,13 +62,3 @@ def test_a_wrong_result_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert rows['"row"']["red"].startswith("y: error 2")
     assert rows['bfloat16 "row"']["red"].startswith("ZeroDivisionError")
     assert rows["bfloat16 dense"]["us"] > 0
-
-
-# What results say
-
-
-def test_the_table_that_ships_is_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[tuple[Path, str]] = []
-    monkeypatch.setattr(float8._files, "write_text", lambda *file: written.append(file))
-    assert float8.main([str(path) for path in sorted(figures.RESULTS.glob("float8*.json"))]) == 0
-    assert written == [(tables.FLOAT8_PATH, tables.FLOAT8_PATH.read_text())]

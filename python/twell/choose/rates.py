@@ -253,7 +253,7 @@ def seconds(problem: Problem, figures: Figures, card: Card | None = None) -> dic
     if part.n > card.union_neurons:
         found = {route: us for route, us in found.items() if route in ("dense", "row")}
     found = {route: slices * us for route, us in found.items()}
-    copies = _copies(problem)
+    copies = copies_us(problem)
     for route in found:
         # e4m3 weights lie as sparse kernels read them, so dense products copy one
         if (route == "dense") == problem.float8:
@@ -274,7 +274,7 @@ def of_slice(problem: Problem, figures: Figures) -> tuple[Problem, Figures, int]
     return problem._replace(n=slices[0][1]), figures, len(slices)
 
 
-def _copies(problem: Problem) -> float:
+def copies_us(problem: Problem) -> float:
     """us of copies of the down weight: backward makes one more."""
     if not (problem.down_copied or problem.float8):
         return 0.0
@@ -544,11 +544,16 @@ def path_of(gpu: str) -> Path:
     return env.cache_dir() / FOLDER / f"{re.sub('[^A-Za-z0-9]+', '_', gpu)}.json"
 
 
+def shipped(gpu: str, family: str = specs.SM90, sms: int | None = None) -> Card:
+    """The nearest card that ships: of the GPU model, or else the first of its family."""
+    cards = [card for card in CARDS if card.family == family] or [dataclasses.replace(SHIPPED, family=family)]
+    best = next((card for card in cards if card.gpu == gpu), cards[0])
+    return dataclasses.replace(best, sms=sms or best.sms)
+
+
 def read(gpu: str, family: str = specs.SM90, sms: int | None = None) -> Card:
     """The card for a GPU model: the user's if there is a file that can be used, or else the nearest that ships."""
-    shipped = [card for card in CARDS if card.family == family]
-    best = next((card for card in shipped if card.gpu == gpu), shipped[0])
-    best = dataclasses.replace(best, sms=sms or best.sms)
+    best = shipped(gpu, family, sms)
     try:
         path = path_of(gpu)
     except (OSError, ValueError) as error:

@@ -1,66 +1,73 @@
-"""``twell tune``: the cost of each strategy against dense on this GPU, as a table that "auto" then uses.
+"""``twell tune``: the rates of this GPU, fitted to measured times of each route; "auto" then predicts by them.
 
-A problem is a synthetic layer (``PATTERNS``) with a number of tokens. Rotated copies of the weights exceed the L2
-cache. The sparse strategies are checked against "dense", captured in CUDA graphs and replayed in turn with it; a time
-is a median. "dense" is captured once per layer and number of tokens, since its time does not depend on the pattern, and
-replayed with each pattern, since clocks drift. A strategy that takes several times as long has few replays.
+A step is a synthetic layer with a number of tokens, measured with several ``PATTERNS``. Rotated copies of the weights
+exceed the L2 cache. The sparse routes are checked against "dense", captured in CUDA graphs and replayed in turn with
+it; a time is a median. "dense" is captured once per step, since its time does not depend on the pattern, and replayed
+with each pattern, since clocks drift. A route that takes several times as long has few replays.
 
-For each layer, number of tokens and strategy the relative time is fitted by base + a * union + b * density + c *
-heaviest, none negative: least squares of relative errors, with less weight on slow times (``WEIGHT_POWER``). The
-factors are the shares of neurons that a tile of 128 tokens, a token and a token of the heaviest group fire
-(``twell.choose.rates.shares``); c is for few tokens (``costs.waits``). For the screen the last factor is the share of
-candidates of a tile (``costs.factors``), which the screen counts.
+``fitted`` minimises errors of logarithms of times, with less weight on slow routes, and what choices are expected to
+lose, and pulls rates to those of the card in use, which decide what was not measured.
 """
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import testing, tuning
-from twell._runtime import cache, geometry, specs
+import twell
+from twell import float8, testing
+from twell._activation import RELU
+from twell._runtime import cache, fingerprint, geometry
 from twell._runtime import device as driver
 from twell.choose import rates
-from twell.choose.rates import Figures, Problem
+from twell.choose.rates import Card, Figures, Problem, Rates
 from twell.commands import timing
 from twell.commands.request import RequestError, number_above, pick_device
-from twell.ops import screened
+from twell.float8 import Float8
+from twell.ops import e4m3, screened
 from twell.testing import FFN, Workload
 
 DESCRIPTION = """\
-Measure what each strategy costs on this GPU, and write a table from which "auto" then chooses on GPUs of this model.
-Without --shape it measures the layers of the shipped table, in three to five minutes on an H200; with it the named
-ones, which join those measured before. If --budget-s is too short, some layers are left out: the last line then says
-"incomplete", and the exit status is 1.
+Measure the time of each route on this GPU, and write the rates by which "auto" then chooses on GPUs of this model. It
+takes three to five minutes on an H200. With --kinds the other kinds keep the rates in use; with --shape rates fit the
+named layers, and others less. If --budget-s is too short, kinds that were not measured to the end keep theirs: the last
+line then says "incomplete", and the exit status is 1.
 """
 
 Shape = tuple[int, int]
+Row = dict[str, Any]
 
 SHAPES: tuple[Shape, ...] = (
-    *((2048, 5632), (1024, 2816), (4096, 11008), (5120, 13824)),
-    *((896, 4864), (1536, 8960), (3072, 9216), (4096, 14336)),
+    *((896, 4864), (2048, 5632), (3072, 9216), (1024, 2816)),
+    *((4096, 11008), (4096, 14336), (5120, 13824), (1536, 8960)),
 )
-# By kind of call: layers and numbers of tokens. Kernels change between 32 and 33 tokens; the time of each strategy,
-# "dense" too, has steps in between. More than the most tokens cost as they do: with 131,072 tokens the first layer
-# takes within 9 % of the relative times at 16,384.
-_FEW, _SOME = (1, 3, 8, 16, 32), (33, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_MANY = (1025, 1536, 2048, 4096, 12288)
+# one pass over the weights computes so few, where the GPU has the kernel
+FEW = (1, 8, 32)
+_MANY = (33, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 12288)
+# By kind of call: layers and numbers of tokens, of which neighbours take every second one. Two layers of each kind of
+# inference have ``FEW``, too. With 131,072 tokens the second layer takes within 9 % of the relative times at 16,384.
 KINDS: dict[str, tuple[tuple[Shape, ...], tuple[int, ...]]] = {
-    "gated": (SHAPES, (*_FEW, *_SOME, *_MANY)),
-    "training": (SHAPES[:3], (256, 512, 1024, 2048, 4096, 12288)),
-    "non-gated": (SHAPES[:3:2], (1, 8, 16, 32, 33, 64, 128, 256, 512, 1024, 2048, 4096, 12288)),
-    "non-gated training": (SHAPES[:1], (256, 1024, 4096, 12288)),
+    "gated": (SHAPES, _MANY),
+    "non-gated": (
+        ((2048, 5632), (4096, 16384), (4096, 11008), (2048, 8192), (768, 3072)),
+        (33, 64, 128, 256, 512, 1024, 4096, 12288),
+    ),
+    "e4m3": (((2048, 5632), (4096, 14336)), (64, 128, 256, 1024, 4096, 16384)),
+    "training": (
+        ((896, 4864), (2048, 5632), (3072, 9216), (1024, 2816), (4096, 11008)),
+        (48, 128, 256, 512, 1024, 2048, 4096, 12288),
+    ),
+    "non-gated training": (((2048, 8192), (2048, 5632)), (256, 1024, 4096, 12288)),
 }
-
-# Fields of a problem that vary; down weights are stored by rows.
 SIZES = ("m", "k", "n", "gated", "training")
 
 _UNEVEN: dict[str, Any] = {"neuron_sigma": 1.0, "token_sigma": 0.5}
@@ -76,32 +83,26 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "denser": (1 / 60, {}),
     "wide topic": (1 / 44, {**_UNEVEN, "dead": 0.2, "rho": 0.5}),
     "wide": (1 / 19, {**_UNEVEN, "dead": 0.1, "rho": 0.3}),
-    "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
     "tenth": (1 / 10, {"neuron_sigma": 0.7, "token_sigma": 0.5}),
+    "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
 }
-# of which tables have no times
-ASIDE = "tenth"
-# where nearly all neurons fire, sparse strategies lose with more tokens, and are slow to measure
-MOST_TOKENS_OF_DENSE = 64
+# with more tokens sparse routes of the densest pattern lose, and are slow to measure
+_MOST_TOKENS_OF_DENSE = {"gated": 64, "non-gated": 1024}
 
 # The screen is measured from this many tokens on. It saves at most half of the gate GEMM, and copies w_gate in int8 at
 # each call: with fewer tokens the one is no more than the other.
 LEAST_SCREENED = 1024
 
 # The largest difference from dense in the Frobenius norm. bf16 rounds to 0.2 %, and gates next to zero may fall on
-# either side; gradients have more roundings.
-MOST_ERROR = {False: 0.02, True: 0.05}
+# either side; gradients have more roundings. A hidden value in e4m3 rounds to 6 %, in dense alone.
+MOST_ERROR, MOST_ERROR_E4M3 = {False: 0.02, True: 0.05}, 0.08
 
-# Seconds that measure the layers of the shipped table on a slow GPU. An estimate: an H200 takes three to five minutes.
-LONG_S = 3600.0
-
-# A strategy that takes this many times as long as the fastest is not replayed again.
+# A route that takes this many times as long as the fastest is not replayed again.
 SLOW = 4.0
 LEAST_ROUNDS = 6
 
-# Exponent of the weight of a relative error, the fastest time of the problem over its own time. The time of a strategy
-# that is many times slower need not be exact, and times are not quite linear.
-WEIGHT_POWER = 2
+# Seconds that a slow GPU takes. An estimate: an H200 takes three minutes.
+LONG_S = 3600.0
 
 
 # Measuring
@@ -141,99 +142,153 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
     return Figures(nonzeros / m, share, heaviest / min(m, rates.HEAVY_GROUP), candidates)
 
 
-def extremes_of(problem: FFN) -> dict[str, float]:
-    """What a model of cost may need beside the figures.
+class Quantised:
+    """A gated layer in e4m3, as sparse calls and as dense products of servers read it."""
 
-    longest: the non-zeros of the token that has the most. unions: the mean share of the neurons that a tile of 128
-    tokens fires, or the fewer tokens of the last one.
-    """
-    longest, fired, tiles, n = 0, 0, 0, len(problem.w_gate)
-    for x in torch.split(problem.x, 16384):
-        active = F.relu(F.linear(x, problem.w_gate)) != 0
-        longest = max(longest, int(active.sum(1).max()))
-        for tile in torch.split(active, geometry.TOKEN_TILE):
-            fired, tiles = fired + int(tile.any(0).sum()), tiles + 1
-    return {"longest": longest, "unions": fired / max(tiles * n, 1)}
+    def __init__(self, problem: FFN) -> None:
+        self.problem = problem
+        self.gate, self.up, down = map(twell.quantize, (problem.w_gate, problem.w_up, problem.w_down.t()))
+        self.down = Float8(down.values.t().contiguous().t(), down.scale)
+        # as torch._scaled_mm reads it: in another layout each call would copy it
+        self.stored = Float8(down.values.contiguous(), down.scale)
+        both = torch.cat((self.gate.values.view(torch.uint8), self.up.values.view(torch.uint8)))
+        self.both = Float8(both.view(float8.E4M3), torch.cat((self.gate.scale, self.up.scale)))
+
+    def dense(
+        self,
+        x: Tensor,
+        strategy: object = "dense",
+        merged: bool = True,
+        quantise: Callable[..., tuple[Tensor, Tensor]] = e4m3.tokens_in_float8,
+        hidden: Callable[..., tuple[Tensor, Tensor]] = e4m3.hidden_in_float8,
+    ) -> Tensor:
+        """y by products of ``torch._scaled_mm`` and fused passes; on a CPU by sums in float32."""
+        if x.device.type != "cuda":
+            layer = e4m3.layer_of(x, (self.gate, self.up, self.stored), float8.NO_BIASES)
+            return e4m3.dense(layer, RELU, True)[0]
+        tokens = quantise(x)
+        if merged:
+            gate, up = e4m3.product(*tokens, self.both.values, self.both.scale).chunk(2, 1)
+        else:
+            gate, up = (e4m3.product(*tokens, w.values, w.scale) for w in (self.gate, self.up))
+        return e4m3.product(*hidden(gate, up), self.stored.values, self.stored.scale)
+
+    def sparse(self, x: Tensor, strategy: Any) -> Tensor:
+        """y by a strategy of twell."""
+        y: Tensor = twell.sparse_gated_ffn(x, self.gate, self.up, self.down, strategy=strategy)
+        return y
+
+    def rounded(self, x: Tensor) -> FFN:
+        """The layer on x with the gates of the quantised one."""
+        tokens = float8.quantize_tokens(x).dequantize(torch.bfloat16)
+        return self.problem._replace(x=tokens, w_gate=self.gate.dequantize(torch.bfloat16))
 
 
 class Layer:
-    """Copies of a problem, larger than the L2 cache together, with its strategies as calls on one copy."""
+    """Copies of a drawn layer, larger than the L2 cache together, with its routes as calls on one copy."""
 
-    def __init__(self, problem: FFN, gated: bool, training: bool, device: timing.Device) -> None:
-        self.gated, self.training, self.device = gated, training, device
-        m = problem.x.shape[0]
+    def __init__(self, drawn: FFN, problem: Problem, device: timing.Device) -> None:
+        self.problem, self.device = problem, device
+        gated, training, m = problem.gated, problem.training, problem.m
         # with few tokens a sparse call reads little except for the gate weight
         few = m <= 1024 and not training
-        read = [problem.w_gate] if few else list(problem.present(gated).values())
-        copies = device.copies_for(sum(t.numel() * t.element_size() for t in read))
-        self.problems = [problem, *(problem.map(torch.clone) for _ in range(copies - 1))]
+        read = [drawn.w_gate] if few else list(drawn.present(gated).values())
+        copies = device.copies_for(sum(t.numel() * t.element_size() for t in read) // (1 + problem.float8))
+        self.copies = [drawn, *(drawn.map(torch.clone) for _ in range(copies - 1))]
+        self.quantised = [Quantised(each) for each in self.copies] if problem.float8 else []
         if training:
-            upstream = testing.real_upstream(problem)
+            upstream = testing.real_upstream(drawn)
             self.dy = [upstream, *(upstream.clone() for _ in range(copies - 1))]
         # with few tokens at least so many calls, so that the launch of the graph does not count
         least = (24 if m <= 64 else 4) if few else 1
         self.calls = copies * -(-least // copies)
 
-    def call(self, strategy: str) -> timing.Call:
+    def figures(self, screen: bool) -> Figures:
+        drawn = self.copies[0]
+        return figures_of(self.quantised[0].rounded(drawn.x) if self.quantised else drawn, screen)
+
+    def call(self, route: str) -> timing.Call:
         def infer(i: int) -> tuple[Tensor, ...]:
-            problem = self.problems[i % len(self.problems)]
+            i %= len(self.copies)
             with torch.no_grad():
-                return (testing.sparse_output(problem, gated=self.gated, strategy=strategy),)
+                if not self.quantised:
+                    return (testing.sparse_output(self.copies[i], gated=self.problem.gated, strategy=route),)
+                layer, x = self.quantised[i], self.copies[i].x
+                return (layer.dense(x) if route == "dense" else layer.sparse(x, route),)
 
         def train(i: int) -> tuple[Tensor, ...]:
-            i %= len(self.problems)
+            i %= len(self.copies)
             with torch.enable_grad():
-                leaves = self.problems[i].map(lambda t: t.detach().requires_grad_())
-                y = testing.sparse_output(leaves, gated=self.gated, strategy=strategy)
-                gradients = torch.autograd.grad(y, tuple(leaves.present(self.gated).values()), self.dy[i])
+                leaves = self.copies[i].map(lambda t: t.detach().requires_grad_())
+                y = testing.sparse_output(leaves, gated=self.problem.gated, strategy=route)
+                gradients = torch.autograd.grad(y, tuple(leaves.present(self.problem.gated).values()), self.dy[i])
             return (y.detach(), *gradients)
 
-        return train if self.training else infer
+        return train if self.problem.training else infer
 
-    def record(self, strategy: str) -> timing.Recording:
-        return self.device.record(self.call(strategy), self.calls)
+    def record(self, route: str) -> timing.Recording:
+        return self.device.record(self.call(route), self.calls)
 
-    def check(self, strategies: Iterable[str]) -> tuple[dict[str, float], dict[str, str]]:
-        """Errors against dense by strategy, and reasons for strategies that are wrong."""
-        errors: dict[str, float] = {}
+    def check(self, routes: Iterable[str]) -> dict[str, str]:
+        """Reasons for routes that are wrong, beside dense."""
         red: dict[str, str] = {}
         right = self.call("dense")(0)
-        for name in strategies:
+        most = MOST_ERROR_E4M3 if self.quantised else MOST_ERROR[self.problem.training]
+        for route in routes:
             try:
-                errors[name] = max(map(relative_error, self.call(name)(0), right))
-                if not errors[name] <= MOST_ERROR[self.training]:
-                    red[name] = f"differs from dense by {errors[name]:.1%}"
+                error = max(map(relative_error, self.call(route)(0), right))
+                if not error <= most:
+                    red[route] = f"differs from dense by {error:.1%}"
             except (RuntimeError, NotImplementedError) as error:
-                red[name] = timing.reason(error)
-        return errors, red
-
-
-def sparse_strategies(training: bool) -> tuple[str, ...]:
-    """The sparse strategies that differ."""
-    return ("union", rates.SCREENED) if training else ("row", "union", rates.SCREENED)
-
-
-def measured_strategies(problem: Problem, device: timing.Device) -> tuple[str, ...]:
-    """Those that are measured on a device: the screen where it has the kernels, and of many tokens."""
-    on = device.torch_device
-    screens = on.type != "cuda" or tuning.family(on.index or 0) == specs.SM90
-    return tuple(
-        name
-        for name in sparse_strategies(problem.training)
-        if name != rates.SCREENED or (screens and problem.m >= LEAST_SCREENED)
-    )
+                red[route] = timing.reason(error)
+        return red
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
 
 
+def sparse_routes(problem: Problem, card: Card) -> tuple[str, ...]:
+    """The sparse routes that differ on the GPU of the card: the screen where it has the kernels, of many tokens."""
+    if rates.in_one_pass(problem, card):
+        return ("row",)
+    routes = ("union",) if problem.training else ("row", "union")
+    screens = card.screens and not problem.float8 and problem.m >= LEAST_SCREENED
+    return (*routes, rates.SCREENED) if screens else routes
+
+
 def times_of(recordings: dict[str, timing.Recording], seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of one call by strategy; a slow strategy has few samples."""
+    """Milliseconds of one call by route; a slow one has few samples."""
     times = timing.measure(recordings, 0, least=1)
     fastest = min(map(min, times.values()))
     near = {name: each for name, each in recordings.items() if name == "dense" or min(times[name]) <= SLOW * fastest}
     return times | timing.measure(near, seconds, LEAST_ROUNDS)
+
+
+def row_of(
+    layer: Layer, figures: Figures, pattern: Any, card: Card, seconds: float, dense: timing.Recording | None = None
+) -> Row:
+    """The row of a layer: sizes, figures, milliseconds by route and reasons for those that are wrong, ``red``.
+
+    ``dense`` is recorded if it is not given. Numbers have four digits.
+    """
+    routes = sparse_routes(layer.problem, card)
+    red = layer.check(routes)
+    recordings = {route: layer.record(route) for route in routes if route not in red}
+    times = times_of({**recordings, "dense": dense or layer.record("dense")}, seconds)
+    numbers = figures._asdict() | {f"{route}_ms": statistics.median(each) for route, each in times.items()}
+    sizes = dict(zip(SIZES, layer.problem)) | ({"float8": True} if layer.problem.float8 else {})
+    return {
+        **sizes,
+        "pattern": pattern,
+        **{name: number if number is None else float(f"{number:.4g}") for name, number in numbers.items()},
+        "red": red,
+    }
+
+
+def ms_of(row: Row) -> dict[str, float]:
+    """The times of a row by route."""
+    return {route: row[f"{route}_ms"] for route in rates.ROUTES if row.get(f"{route}_ms") is not None}
 
 
 class Step(NamedTuple):
@@ -247,47 +302,38 @@ class Step(NamedTuple):
 
     @property
     def problem(self) -> Problem:
-        return Problem(self.m, self.k, self.n, "non-gated" not in self.kind, "training" in self.kind)
+        kind = self.kind
+        problem = Problem(self.m, self.k, self.n, "non-gated" not in kind, "training" in kind)
+        return problem._replace(merged=True, float8=True) if kind == "e4m3" else problem
 
     def __str__(self) -> str:
         return f"{self.k:5} x {self.n:5} {self.kind:18} M = {self.m:6}"
 
 
-def plan(
-    shapes: Sequence[Shape] | None = None,
-    kinds: Sequence[str] | None = None,
-    tokens: Sequence[int] | None = None,
-    patterns: Sequence[str] | None = None,
-    table: tables.Table | None = None,
-) -> list[Step]:
-    """All steps, layer by layer. ``shapes`` and ``tokens`` replace those of each kind of call.
-
-    Calls in one pass, on the GPU of ``table``, need no times.
-    """
+def plan(card: Card, shapes: Sequence[Shape] | None = None, kinds: Iterable[str] = KINDS) -> list[Step]:
+    """All steps on the GPU of the card, layer by layer. ``shapes`` replace those of each kind."""
     steps = []
-    for k, n in shapes or SHAPES:
-        for kind in kinds or KINDS:
-            own, counts = KINDS[kind]
-            if shapes is None and (k, n) not in own:
-                continue
-            if tokens is not None:
-                counts = tuple(tokens)
-            for m in counts:
-                most = MOST_TOKENS_OF_DENSE if "training" not in kind else 0
-                named = patterns or [pattern for pattern in PATTERNS if pattern != ASIDE]
-                chosen = tuple(pattern for pattern in named if pattern != "dense" or m <= most)
-                step = Step(k, n, kind, m, chosen)
-                if chosen and not rates.in_one_pass(step.problem, table):
-                    steps.append(step)
+    for kind in kinds:
+        if kind == "e4m3" and not card.screens:
+            continue
+        own, counts = KINDS[kind]
+        for i, (k, n) in enumerate(shapes or own):
+            some = counts if shapes or kind == "e4m3" else counts[i % 2 :: 2]
+            for m in (*(FEW if "training" not in kind and (shapes or i < 2) else ()), *some):
+                step = Step(k, n, kind, m, ("topic", "wide"))
+                if not rates.in_one_pass(step.problem, card):
+                    most = len(PATTERNS) - (m > _MOST_TOKENS_OF_DENSE.get(kind, 0)) - step.problem.training
+                    step = step._replace(patterns=tuple(PATTERNS)[:most])
+                steps.append(step)
     return steps
 
 
 def measure(
-    steps: Sequence[Step], device: timing.Device, *, budget_s: float, seconds: float = 0.05
-) -> Iterator[list[dict[str, Any]]]:
+    steps: Sequence[Step], device: timing.Device, card: Card, *, budget_s: float, seconds: float = 0.05
+) -> Iterator[list[Row]]:
     """Measure step by step, print a line for each and yield its rows; begin none after ``budget_s`` seconds.
 
-    ``seconds`` is the GPU time for the samples of one problem.
+    ``seconds`` is the GPU time for the samples of one row.
     """
     started, done = time.monotonic(), 0
     for (k, n), of_layer in itertools.groupby(steps, key=lambda step: step[:2]):
@@ -301,8 +347,9 @@ def measure(
                 if pattern not in drawn:
                     most = max(each.m for each in layer_steps if pattern in each.patterns)
                     drawn[pattern] = draw(pattern, most, k, n, device.torch_device)
-            problems = {pattern: drawn[pattern].rows(0, step.m) for pattern in step.patterns}
-            rows = measure_step(step, problems, device, seconds)
+            rows = measure_step(
+                step, {name: drawn[name].rows(0, step.m) for name in step.patterns}, device, card, seconds
+            )
             done += 1
             print(
                 f"{time.monotonic() - started:4.0f} s  {done:3} of {len(steps)}  {step}  {_summary(rows)}", flush=True
@@ -310,180 +357,180 @@ def measure(
             yield rows
 
 
-def measure_step(step: Step, problems: dict[str, FFN], device: timing.Device, seconds: float) -> list[dict[str, Any]]:
-    """The rows of a step: one per pattern and sparse strategy."""
+def measure_step(step: Step, drawn: dict[str, FFN], device: timing.Device, card: Card, seconds: float) -> list[Row]:
+    """The rows of a step, one per pattern."""
     rows, problem = [], step.problem
     # its recording reads the memory of the layer that it was made of
-    first: Layer | None = None
-    dense: timing.Recording | None = None
-    for pattern, drawn in problems.items():
-        strategies = measured_strategies(problem, device)
-        figures = figures_of(drawn, rates.SCREENED in strategies)
-        more = extremes_of(drawn)
+    first: tuple[Layer, timing.Recording] | None = None
+    for pattern, each in drawn.items():
+        layer = Layer(each, problem, device)
+        figures = layer.figures(rates.SCREENED in sparse_routes(problem, card))
         if problem.training and figures.nonzeros * step.m > geometry.hybrid_capacity(step.m, step.n):
             continue
-        layer = Layer(drawn, problem.gated, problem.training, device)
-        errors, red = layer.check(strategies)
-        if first is None or dense is None:
-            first, dense = layer, layer.record("dense")
-        recordings = {name: layer.record(name) for name in errors if name not in red}
-        times = times_of({**recordings, "dense": dense}, seconds)
-        rows += [row | more for row in rows_of(problem, pattern, figures, times, errors, red)]
+        first = first or (layer, layer.record("dense"))
+        rows.append(row_of(layer, figures, pattern, card, seconds, first[1]))
     return rows
 
 
-def rows_of(
-    problem: Problem,
-    pattern: str,
-    figures: Figures,
-    times: dict[str, list[float]],
-    errors: dict[str, float],
-    red: dict[str, str],
-) -> list[dict[str, Any]]:
-    """One row per sparse strategy: its time over that of dense."""
-    dense_ms = statistics.median(times["dense"])
-    rows = []
-    for name in (name for name in sparse_strategies(problem.training) if name in times or name in red):
-        row = {**dict(zip(SIZES, problem)), "pattern": pattern, **figures._asdict(), "strategy": name}
-        row |= {"red": red.get(name, ""), "error": errors.get(name), "dense_ms": dense_ms}
-        if name in times:
-            ms, _, p10, p90 = timing.spread(times[name])
-            row |= {"ms": ms, "relative": ms / dense_ms, "p10_ms": p10, "p90_ms": p90, "samples": len(times[name])}
-        rows.append(row)
-    return rows
-
-
-def _summary(rows: Sequence[dict[str, Any]]) -> str:
-    """The range of each strategy's relative times, or the first failure."""
-    if failed := next((row for row in rows if row["red"]), None):
-        return f"RED {failed['pattern']} {failed['strategy']} {failed['red']}"
-    ranges = []
-    for name in dict.fromkeys(row["strategy"] for row in rows):
-        relative = [row["relative"] for row in rows if row["strategy"] == name]
-        ranges.append(f"{name} {min(relative):.2f} to {max(relative):.2f}")
-    return ", ".join(ranges) + " of dense" if ranges else "no pattern fits"
+def _summary(rows: Sequence[Row]) -> str:
+    """The range of each route's times over dense, or the first failure."""
+    for row in rows:
+        for route, reason in row["red"].items():
+            return f"RED {row['pattern']} {route} {reason}"
+    over: dict[str, list[float]] = {}
+    for row in rows:
+        for route, ms in ms_of(row).items():
+            over.setdefault(route, []).append(ms / row["dense_ms"])
+    return ", ".join(f"{route} {min(each):.2f} to {max(each):.2f}" for route, each in over.items() if route != "dense")
 
 
 # Fitting
 
-
-def non_negative_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
-    """The x >= 0 with the least |matrix @ x - target|, by every set of columns; ties take the smaller set."""
-    columns = matrix.shape[1]
-    best, least = torch.zeros_like(matrix[0]), float(target @ target)
-    for count in range(1, columns + 1):
-        for chosen in map(list, itertools.combinations(range(columns), count)):
-            solution = torch.linalg.lstsq(matrix[:, chosen], target[:, None]).solution[:, 0]
-            if bool((solution < 0).any()):
-                continue
-            left = matrix[:, chosen] @ solution - target
-            if float(left @ left) < least * (1 - 1e-9) - 1e-15:
-                best, least = torch.zeros_like(matrix[0]), float(left @ left)
-                best[chosen] = solution
-    return best
+PARTS = ("inference", "training", "e4m3")
+_STEP = tuple(name for name in Rates._fields if name.startswith("step_"))
+_OTHERS = tuple(name for name in Rates._fields if name not in _STEP)
+# By part, what of a card is fitted to its rows. Steps have the gate and the screen of inference.
+_FITTED = {"inference": ("rates", _OTHERS), "training": ("rates", _STEP), "e4m3": ("float8", _OTHERS)}
+# Errors of logarithms beyond this count less than squared. A choice is soft between times as near as the temperature.
+_SCALE, _TEMPERATURE = 0.05, 0.03
+# The weights of what choices lose, and of the logarithm of what a rate changes by.
+_LOSS, _PULL = 0.5, 0.02
+_ROUNDS = 20
 
 
-def usable(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The timed rows; the last one for each problem and strategy."""
-    latest = {(place_of(row), row["strategy"]): row for row in rows if not row["red"]}
-    for row in latest.values():
-        sizes = [row[name] for name in ("m", "k", "n")]
-        if not all(type(size) is int and size > 0 for size in sizes):
-            raise ValueError(f"m, k and n must be positive integers, got {sizes}")
-        if row["strategy"] not in sparse_strategies(row["training"]):
-            named = ", ".join(sparse_strategies(row["training"]))
-            raise ValueError(f"strategy must be one of {named}, got {row['strategy']!r}")
-        if row["strategy"] == rates.SCREENED and row.get("candidates") is None:
-            raise ValueError(f"candidates of {rates.SCREENED} must be a share of the neurons, got none")
-        if type(row["relative"]) is not float or not 0 < row["relative"] < math.inf:
-            raise ValueError(f"relative must be a positive time over dense's, got {row['relative']!r}")
-    return list(latest.values())
+class Measured(NamedTuple):
+    """A problem and its times in us by route."""
+
+    problem: Problem
+    figures: Figures
+    us: dict[str, float]
 
 
-def fit(rows: Iterable[dict[str, Any]]) -> tables.Costs:
-    """The table: coefficients for each layer, number of tokens and strategy.
-
-    A strategy needs at least two rows; with fewer it is left out.
-    """
-    groups: dict[tuple[tables.Key, int, str], list[dict[str, Any]]] = {}
-    fastest: dict[tuple[Any, ...], float] = {}
-    for row in usable(rows):
-        key = (row["training"], row["gated"], row["k"], row["n"])
-        groups.setdefault((key, row["m"], row["strategy"]), []).append(row)
-        fastest[place_of(row)] = min(fastest.get(place_of(row), 1.0), row["relative"])
-    table: tables.Costs = {}
-    for (key, m, strategy), group in sorted(groups.items(), key=lambda item: item[0]):
-        if len(group) < 2:
-            continue
-        relative = _vector(row["relative"] for row in group)
-        # for one token the shares are equal. Ties take the first column: density, because the coefficient of the union
-        # would be far too large for a few more tokens
-        columns = 4 if strategy == rates.SCREENED or costs.waits(problem_of(group[0])) else 3
-        factors = (costs.factors(problem_of(row), measured_figures(row), strategy) for row in group)
-        terms = torch.stack([_vector((one, density, union, last)[:columns]) for one, union, density, last in factors])
-        weights = (_vector(fastest[place_of(row)] for row in group) / relative) ** WEIGHT_POWER
-        solution = non_negative_least_squares(terms * (weights / relative)[:, None], weights)
-        base, per_density, per_union, *last = (round(float(term), 4) for term in solution)
-        table.setdefault(key, {}).setdefault(m, {})[strategy] = base, per_union, per_density, sum(last, 0.0)
-    return table
+def part_of(problem: Problem) -> str:
+    return "e4m3" if problem.float8 else "training" if problem.training else "inference"
 
 
-def key_of(step: Step) -> tables.Key:
-    """Where a table has the costs of a step."""
-    return step.problem.training, step.problem.gated, step.k, step.n
+def problem_of(row: Row) -> Problem:
+    m, k, n, gated, training = (row[name] for name in SIZES)
+    return Problem(m, k, n, gated, training, merged="float8" in row, float8="float8" in row)
 
 
-def whole(costs: tables.Costs, steps: Sequence[Step]) -> tables.Costs:
-    """The layers for which no number of tokens is missing: few tokens would stand in for many."""
-    wanted: dict[tables.Key, set[int]] = {}
-    for step in steps:
-        wanted.setdefault(key_of(step), set()).add(step.m)
-    for key in [key for key in costs if max(costs[key]) < max(wanted[key])]:
-        print(f"left out {key[2]} x {key[3]}: measured up to {max(costs[key])} of {max(wanted[key])} tokens")
-    return {key: by_tokens for key, by_tokens in costs.items() if max(by_tokens) >= max(wanted[key])}
+def figures_in(row: Row) -> Figures:
+    figures: list[Any] = [row.get(name) for name in Figures._fields]
+    return Figures(*figures).checked()
+
+
+def usable(rows: Iterable[Row]) -> list[Measured]:
+    """The rows with times of two routes, the last one for each problem and pattern. ValueError for wrong ones."""
+    found = {}
+    for row in rows:
+        problem, us = problem_of(row), {route: 1e3 * ms for route, ms in ms_of(row).items()}
+        if not all(type(size) is int and size > 0 for size in problem[:3]):
+            raise ValueError(f"m, k and n must be positive integers, got {list(problem[:3])}")
+        if not all(0 < time < math.inf for time in us.values()):
+            raise ValueError(f"times must be positive, got {us}")
+        if problem.float8:
+            # servers, of which the time is, keep a dense weight as products read it
+            us["dense"] += rates.copies_us(problem)
+        if len(us) > 1:
+            found[problem, str(row["pattern"])] = Measured(problem, figures_in(row), us)
+    return list(found.values())
+
+
+def predicted(measured: Measured, card: Card) -> dict[str, float]:
+    """us of the routes that were measured."""
+    found = rates.seconds(measured.problem, measured.figures, card)
+    return {route: 1e6 * found[route] for route in measured.us if route in found}
+
+
+def fitted(rows: Sequence[Measured], card: Card) -> Card:
+    """The card with rates fitted to the rows, for the parts that have some."""
+    for part, (field, names) in _FITTED.items():
+        own = [each for each in rows if part_of(each.problem) == part]
+        if own:
+            card = _with(card, field, _fit(own, card, field, names))
+    return card
+
+
+def _with(card: Card, field: str, fit: Rates) -> Card:
+    changed: dict[str, Any] = {field: fit}
+    return dataclasses.replace(card, **changed)
+
+
+def _fit(rows: Sequence[Measured], card: Card, field: str, names: Sequence[str]) -> Rates:
+    """By the method of Levenberg and Marquardt, in logarithms of the named rates."""
+    start: Rates = getattr(card, field) or card.rates
+    origin = _vector(math.log(getattr(start, name)) for name in names)
+
+    def at(place: Tensor) -> Rates:
+        return start._replace(**dict(zip(names, place.exp().tolist())))
+
+    def residuals(place: Tensor) -> Tensor:
+        trial = _with(card, field, at(place))
+        found = itertools.chain.from_iterable(_residuals(each, trial) for each in rows)
+        return torch.cat((_vector(found), _PULL * (place - origin)))
+
+    place, damping, nudge = origin, 1e-2, 1e-4
+    now = residuals(place)
+    for _ in range(_ROUNDS):
+        moved = place + nudge * torch.eye(len(names), dtype=torch.float64, device="cpu")
+        slopes = torch.stack([(residuals(each) - now) / nudge for each in moved], 1)
+        normal, down = slopes.T @ slopes, -(slopes.T @ now)
+        for _ in range(8):
+            step = torch.linalg.solve(normal + damping * torch.diag(torch.diag(normal)), down).clamp(-1, 1)
+            after = residuals(place + step)
+            if after @ after < now @ now:
+                break
+            damping *= 4
+        else:
+            break
+        gain = 1 - float(after @ after) / float(now @ now)
+        place, now, damping = place + step, after, damping / 3
+        if gain < 1e-4:
+            break
+    return at(place)
+
+
+def _residuals(measured: Measured, card: Card) -> Iterator[float]:
+    us, found = measured.us, predicted(measured, card)
+    best, least = min(us.values()), min(found.values())
+    for route, guess in found.items():
+        # a time that is many times slower need not be exact
+        error = math.log(guess / us[route]) * best / us[route]
+        yield math.copysign(_SCALE * math.sqrt(2 * (math.hypot(1, error / _SCALE) - 1)), error)
+    chances = {route: (least / guess) ** (1 / _TEMPERATURE) for route, guess in found.items()}
+    loss = sum(chances[route] * (us[route] / best - 1) for route in found) / sum(chances.values())
+    yield _LOSS * math.sqrt(loss + 1e-12)
 
 
 def _vector(values: Iterable[float]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64, device="cpu")
 
 
-def problem_of(row: dict[str, Any]) -> Problem:
-    return Problem(*(row[name] for name in SIZES))
+def loss_of(measured: Measured, card: Card) -> float | None:
+    """What the choice loses to the fastest measured route; None if it was not measured."""
+    choice = rates.decide(measured.problem, measured.figures, None, card).strategy
+    return measured.us[choice] / min(measured.us.values()) - 1 if choice in measured.us else None
 
 
-def place_of(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Key of a problem, the same for all strategies."""
-    return (*problem_of(row), row["pattern"])
-
-
-def measured_figures(row: dict[str, Any]) -> Figures:
-    """The figures of a row. Files of earlier versions have neither the heaviest tokens nor candidates."""
-    return Figures(row["nonzeros"], row["union"], row.get("heaviest"), row.get("candidates"))
-
-
-def report(table: tables.Costs, rows: Iterable[dict[str, Any]]) -> str:
-    """The errors of the table's predictions, and the loss of its choices against the fastest strategy."""
-    fitted = tables.Table(table, "", "")
-    errors: list[tuple[float, str]] = []
-    problems: dict[tuple[Any, ...], dict[str, tuple[float, float]]] = {}
-    for row in usable(rows):
-        predicted = costs.costs(problem_of(row), measured_figures(row), fitted) if table else {}
-        if row["strategy"] not in predicted:
-            continue
-        value = predicted[row["strategy"]]
-        errors.append((value / row["relative"] - 1, f"{place_of(row)} {row['strategy']}"))
-        entry = problems.setdefault(place_of(row), {"dense": (1.0, 1.0)})
-        entry[row["strategy"]] = (value, row["relative"])
-    if not errors:
+def report(rows: Sequence[Measured], card: Card) -> str:
+    """The errors of the card's predictions, and the loss of its choices."""
+    if not rows:
         return "nothing to fit"
-    lost = {place: min(e.values())[1] / min(ms for _, ms in e.values()) - 1 for place, e in problems.items()}
-    worst_error, worst_row = max(errors, key=lambda each: abs(each[0]))
-    worst_problem = max(lost, key=lambda place: lost[place])
-    median = statistics.median(abs(error) for error, _ in errors)
+    errors = [
+        (guess / each.us[route] - 1, f"{route}, {each.problem[:5]}, {each.figures}")
+        for each in rows
+        for route, guess in predicted(each, card).items()
+    ]
+    worst = max(errors, key=lambda each: abs(each[0]))
+    losses = [(loss, each) for each in rows if (loss := loss_of(each, card)) is not None]
+    most, problem = max(losses, key=lambda each: each[0])
+    counts = ", ".join(f"{sum(part_of(each.problem) == part for each in rows)} of {part}" for part in PARTS)
     return (
-        f"{len(errors)} times are predicted within {median:.1%} in the median; the worst is {worst_error:+.0%}: "
-        f"{worst_row}\n{len(lost)} choices lose {statistics.mean(lost.values()):.1%} on average to the fastest "
-        f"strategy; the worst loses {lost[worst_problem]:.0%}: {worst_problem}"
+        f"{len(rows)} problems, {counts}: {len(errors)} times are predicted within "
+        f"{statistics.median(abs(error) for error, _ in errors):.1%} in the median; the worst is {worst[0]:+.0%}: "
+        f"{worst[1]}\n{len(losses)} choices lose {statistics.mean(loss for loss, _ in losses):.1%} on average to the "
+        f"fastest route; the worst loses {most:.0%}: {problem.problem[:5]}, {problem.figures}"
     )
 
 
@@ -509,7 +556,7 @@ def shape(text: str) -> Shape:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
     add = parser.add_argument
-    add("--shape", nargs="+", type=shape, metavar="KxN", help="hidden sizes and neurons (default: the shipped table's)")
+    add("--shape", nargs="+", type=shape, metavar="KxN", help="hidden sizes and neurons that rates shall fit")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of calls (all)")
     add("--device", help="cuda or cuda:INDEX (default: cuda)")
     add(
@@ -534,30 +581,41 @@ def gpu(name: str | None) -> timing.Gpu:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and write the table. Return 1 if a strategy failed or a layer was not measured to the end."""
+    """Measure and write the rates. Return 1 if a route was wrong or a kind was not measured to the end."""
     return tune(arguments, gpu(arguments.device))
 
 
-def tune(arguments: argparse.Namespace, device: timing.Device) -> int:
-    """``run`` on a device."""
+def tune(
+    arguments: argparse.Namespace,
+    device: timing.Device,
+    keep: Callable[[list[Row], Card, bool], None] = lambda rows, card, complete: None,
+    write: Callable[[Card], Any] | None = rates.write,
+) -> int:
+    """``run`` on a device. ``keep`` gets all rows so far after each step, and whether they are all."""
     try:
-        folder = cache.open_folder(rates.FOLDER)
+        cache.open_folder(rates.FOLDER)
     except (OSError, cache.UnsafeCacheError, ValueError) as error:
-        raise RequestError(f"the table cannot be written: {error}") from error
-    machine = testing.machine_line(device.torch_device)
-    steps = plan(arguments.shape, arguments.kinds, table=rates.in_use(device.torch_device))
-    measured = list(measure(steps, device, budget_s=arguments.budget_s))
-    rows = list(itertools.chain(*measured))
-    costs = whole(fit(rows), steps)
-    print(report(costs, rows))
-    print(machine)
-    if not costs:
-        print(f"no row to make a table of; {folder} stays as it is")
-    else:
-        path = rates.write(tables.Table(costs, machine, now()))
-        print(f'wrote {path}; "auto" uses it in processes that start now')
-    if len(measured) < len(steps):
-        layers, enough = len({key_of(step) for step in steps}), max(LONG_S, 2 * arguments.budget_s)
-        print(f"incomplete: {len(costs)} of {layers} layers; run again with --budget-s {enough:g}")
-        return 1
-    return 1 if not costs or any(row["red"] for row in rows) else 0
+        raise RequestError(f"the rates cannot be written: {error}") from error
+    on, before = device.torch_device, rates.in_use(device.torch_device)
+    sms = driver.sm_count(on.index or 0) if on.type == "cuda" else before.sms
+    card = dataclasses.replace(
+        before, machine=testing.machine_line(on), date=now(), kernels=fingerprint.source_hash(), sms=sms, file=None
+    )
+    steps, done = plan(before, arguments.shape, arguments.kinds), 0
+    rows: list[Row] = []
+    for found in measure(steps, device, before, budget_s=arguments.budget_s):
+        rows, done = rows + found, done + 1
+        keep(rows, card, done == len(steps))
+    left = {part_of(step.problem) for step in steps[done:]}
+    whole = [each for each in usable(rows) if part_of(each.problem) not in left]
+    card = fitted(whole, card)
+    print(report(whole, card))
+    if others := [part for part in PARTS if all(part_of(each.problem) != part for each in whole)]:
+        print(f"not measured: {', '.join(others)}; their rates stay those of {before.file or before.gpu}")
+    print(card.machine)
+    if whole and write is not None:
+        print(f'wrote {write(card)}; "auto" uses it in processes that start now')
+    if left:
+        enough = max(LONG_S, 2 * arguments.budget_s)
+        print(f"incomplete: {done} of {len(steps)} steps; run again with --budget-s {enough:g}")
+    return 1 if left or not whole or any(row["red"] for row in rows) else 0
