@@ -62,8 +62,9 @@ def card_of(runs: Sequence[dict[str, Any]]) -> Card:
 def ship(card: Card, path: Path = rates.PATH) -> Path:
     """Put a card in the place of the one of its GPU and family, or last."""
     cards = [rates.card_of(each) for each in json.loads(path.read_text())]
-    places = [i for i, each in enumerate(cards) if (each.gpu, each.family) == (card.gpu, card.family)]
-    cards[places[0] if places else len(cards) :][:1] = [card]
+    own = [i for i, each in enumerate(cards) if (each.gpu, each.family) == (card.gpu, card.family)]
+    at = own[0] if own else len(cards)
+    cards[at : at + 1] = [card]
     _files.write_text(path, json.dumps([rates.as_json(each) for each in cards], indent=1) + "\n")
     return path
 

@@ -512,6 +512,8 @@ def card_of(written: Any) -> Card:
     sms = written["sms"]
     if family not in (specs.SM90, specs.PORTABLE) or type(sms) is not int or sms < 2:
         raise ValueError(f"family and sms must be of a GPU, got {family!r:.40} and {sms!r:.40}")
+    if written["rates"] is None:
+        raise ValueError("it must have rates, got none")
     float8, experts = _rates(Rates, written.get("float8")), _rates(ExpertRates, written.get("experts"))
     return Card(machine, date, kernels, family, sms, _rates(Rates, written["rates"]), float8, experts)
 
@@ -562,7 +564,10 @@ def read(gpu: str, family: str = specs.SM90, sms: int | None = None) -> Card:
         # a pipe would be waited for
         if path.exists() and not path.is_file():
             raise ValueError("it must be a file")
-        own = card_of(json.loads(path.read_text(encoding="utf-8")))
+        written = json.loads(path.read_text(encoding="utf-8"))
+        if "layers" in written:
+            raise ValueError("a table of an earlier version: run `twell tune` again")
+        own = card_of(written)
         if (own.gpu, own.family) != (gpu, family):
             raise ValueError(f"it must be of {gpu}, {family}, got {own.gpu}, {own.family}")
     except (FileNotFoundError, NotADirectoryError):

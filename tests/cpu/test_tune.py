@@ -1,0 +1,282 @@
+"""``twell tune``: cards of the user's own, the set, the fit and the command."""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from profiling import tune as shipped
+from twell import testing
+from twell._runtime import device, fingerprint, specs
+from twell.choose import rates
+from twell.choose.rates import Figures, Problem, Rates
+from twell.commands import timing, tune
+from twell.commands.request import RequestError
+
+GPU = "NVIDIA H100 80GB HBM3"
+MACHINE = f"{GPU} (132 SMs, 79 GiB); driver 580; torch 2.11.0; kernels 0123abcd"
+OWN = dataclasses.replace(rates.SHIPPED, machine=MACHINE, rates=Rates(*range(1, 1 + len(Rates._fields))))
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """That of cards in an empty cache, on a GPU of another model than those that ship."""
+    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(device, "name", lambda index: GPU)
+    monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
+    monkeypatch.setattr(device, "sm_count", lambda index: 132)
+    rates._on.cache_clear()
+    yield tmp_path / "cache" / "tuning"
+    rates._on.cache_clear()
+
+
+# Cards of the user's own
+
+
+def test_a_users_card_serves_its_gpu(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert rates.in_use(CUDA).rates == rates.SHIPPED.rates
+    assert not folder.exists()
+    assert not caplog.records
+    # what was not measured is what ships
+    card = dataclasses.replace(OWN, kernels=fingerprint.source_hash(), float8=None)
+    path = rates.write(card)
+    rates._on.cache_clear()
+    read = rates.in_use(CUDA)
+    assert rates.as_json(read) == rates.as_json(dataclasses.replace(card, float8=rates.SHIPPED.float8))
+    assert (read.file, read.note) == (folder / "NVIDIA_H100_80GB_HBM3.json", "")
+    assert rates.read("NVIDIA GH200").rates == rates.SHIPPED.rates
+    path.write_text(path.read_text().replace(card.kernels, "0" * 64))
+    rates._on.cache_clear()
+    assert [rates.in_use(torch.device("cuda", i)).rates for i in (0, 0)] == [card.rates] * 2
+    (record,) = caplog.records
+    assert record.message == f"{path} has times of other kernels: run `twell tune` again"
+
+
+def changed(**entries: Any) -> str:
+    return json.dumps(rates.as_json(OWN) | entries)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "no rates of `twell tune`"),
+        ("[]", "no rates of `twell tune`"),
+        ("\xff", "no rates of `twell tune`"),
+        ("[" * 200_000, "no rates of `twell tune`"),
+        (json.dumps({"machine": MACHINE, "layers": []}), "a table of an earlier version: run `twell tune` again"),
+        (changed(machine="NVIDIA GH200 (132 SMs)"), f"it must be of {GPU}, sm90, got NVIDIA GH200, sm90"),
+        (changed(family=specs.PORTABLE), f"it must be of {GPU}, sm90, got {GPU}, {specs.PORTABLE}"),
+        (changed(family="sm70"), "family and sms must be of a GPU"),
+        (changed(sms=True), "family and sms must be of a GPU"),
+        (changed(rates=None), "it must have rates"),
+        (changed(rates={}), "missing 30 required"),
+        (changed().replace('"launch": 1.0', '"launch": NaN'), "rates must be from 1e-9 to 1e9"),
+        (changed().replace('"launch": 1.0', '"launch": 0'), "rates must be from 1e-9 to 1e9"),
+        (changed().replace('"launch": 1.0', '"other": 1'), "unexpected keyword"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
+    text: str, said: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = rates.write(OWN)
+    path.write_text(text, encoding="latin-1")
+    assert [rates.in_use(torch.device("cuda", i)).rates for i in (0, 0)] == [rates.SHIPPED.rates] * 2
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert said in record.message
+    assert str(path) in record.message
+
+
+def test_no_driver_no_home_and_a_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rates.write(OWN)
+    path.unlink()
+    os.mkfifo(path)
+    assert "it must be a file" in rates.in_use(CUDA).note
+    monkeypatch.setenv("TWELL_CACHE_DIR", "~no-such-user/twell")
+    assert "cannot look for rates" in rates.read(GPU).note
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("nothing there")
+
+    monkeypatch.setattr(device, "name", fails)
+    assert rates.in_use(torch.device("cuda", 1)) is rates.SHIPPED
+
+
+# The set and the fit
+
+
+def test_the_plan() -> None:
+    steps = tune.plan(rates.SHIPPED)
+    assert len(set(steps)) == len(steps) < 150
+    for kind, (shapes, counts) in tune.KINDS.items():
+        own = [step for step in steps if step.kind == kind]
+        assert {(step.k, step.n) for step in own} == set(shapes)
+        assert {step.m for step in own} == {*counts, *(() if "training" in kind else tune.FEW)}
+    for step in steps:
+        assert (step.m in tune.FEW) == (len(step.patterns) == 2) == rates.in_one_pass(step.problem)
+        assert "dense" not in step.patterns or not step.problem.training
+    few, many = Problem(8, 2048, 5632, True, False), Problem(4096, 2048, 5632, True, False)
+    assert tune.sparse_routes(few, rates.SHIPPED) == ("row",)
+    assert tune.sparse_routes(many, rates.SHIPPED) == ("row", "union", "union+screen")
+    # a portable GPU has neither e4m3 nor one pass
+    portable = dataclasses.replace(rates.SHIPPED, family=specs.PORTABLE)
+    assert {step.kind for step in tune.plan(portable)} == set(tune.KINDS) - {"e4m3"}
+    assert tune.sparse_routes(few, portable) == tune.sparse_routes(many, portable) == ("row", "union")
+
+
+def test_figures_of_a_measured_layer() -> None:
+    for m in (1, 5, 100, 300):
+        problem = testing.integer_problem(m, 16, 264)
+        active = testing.float64_gate(problem) != 0
+        whole = m // 128 * 128
+        union = active[:whole].view(-1, 128, 264).any(1).float().mean().item() if whole else None
+        heaviest = max(group.sum().item() for group in active.split(8)) / min(m, 8)
+        found = tune.figures_of(problem)
+        assert found._replace(union=None) == Figures(active.sum().item() / m, None, heaviest)
+        assert found.union == (pytest.approx(union) if whole else None)
+
+
+def test_the_fit_finds_the_rates_that_made_the_times() -> None:
+    """Of each part from its rows alone, and whatever one of them says."""
+    scaled = Rates(*(rate * (0.8, 1.3)[i % 2] for i, rate in enumerate(rates.SHIPPED.rates)))
+    truth = dataclasses.replace(rates.SHIPPED, rates=scaled, float8=scaled)
+    rows = []
+    for problem in (step.problem for step in tune.plan(truth)):
+        for share, union, heavy in ((1 / 190, 0.08, 3.0), (1 / 60, 0.5, 1.5), (1 / 19, 0.3, 1.2)):
+            figures = Figures(share * problem.n, union, heavy * share * problem.n, 1.3 * union)
+            us = {route: 1e6 * time for route, time in rates.seconds(problem, figures, truth).items()}
+            rows.append(tune.Measured(problem, figures, us))
+
+    def worst(card: rates.Card) -> float:
+        own = (row for row in rows if tune.part_of(row.problem) == "inference")
+        return max(abs(us / row.us[route] - 1) for row in own for route, us in tune.predicted(row, card).items())
+
+    card = tune.fitted(rows, rates.SHIPPED)
+    assert worst(rates.SHIPPED) > 0.2
+    assert worst(card) < 0.02
+    assert all(0.92 < rate / true < 1.08 for rate, true in zip(card.rates, truth.rates))
+    counts = ", ".join(f"{sum(tune.part_of(row.problem) == part for row in rows)} of {part}" for part in tune.PARTS)
+    assert re.match(rf"{len(rows)} problems, {counts}: (.|\n)* choices lose 0\.\d% on average", tune.report(rows, card))
+    inference = [row for row in rows if tune.part_of(row.problem) == "inference"]
+    wrong = inference[100]._replace(us={route: 4 * us for route, us in inference[100].us.items()})
+    alone = tune.fitted([*inference[:100], wrong, *inference[101:]], rates.SHIPPED)
+    assert worst(alone) < 0.05
+    assert (alone.float8, alone.rates.step_flop) == (rates.SHIPPED.float8, rates.SHIPPED.rates.step_flop)
+
+
+ROW = {**dict(zip(tune.SIZES, (64, 2048, 5632, True, False))), "pattern": "topic", "nonzeros": 29.0, "red": {}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"m": 0}, "m, k and n must be positive integers, got [0, 2048, 5632]"),
+        ({"row_ms": math.inf}, "times must be positive, got {"),
+        ({"dense_ms": -1.0}, "times must be positive, got {"),
+        ({"union": -0.1}, "figures must be finite and not negative"),
+    ],
+)
+def test_the_fit_refuses_rows_that_nothing_measured(entries: dict[str, Any], said: str) -> None:
+    row = ROW | {"dense_ms": 2.0, "row_ms": 1.0}
+    red = ROW | {"dense_ms": 2.0, "m": 65, "red": {"row": "differs"}}
+    # the last row of a problem counts, and none without a second time
+    assert [each.us for each in tune.usable([row, row | {"row_ms": 3.0}, red])] == [{"dense": 2000, "row": 3000}]
+    with pytest.raises(ValueError, match=re.escape(said)):
+        tune.usable([row | entries])
+
+
+# The command
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A set of 6 steps, on a CPU whose name is that of a GPU."""
+    counts = {"gated": (33, 130), "e4m3": (33,), "training": (130,)}
+    monkeypatch.setattr(tune, "KINDS", {kind: ((), of) for kind, of in counts.items()})
+    monkeypatch.setattr(tune, "FEW", (1,))
+    monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
+    monkeypatch.setattr(tune, "PATTERNS", {name: tune.PATTERNS[name] for name in ("topic", "wide", "tenth", "dense")})
+    monkeypatch.setattr(tune, "gpu", lambda name: timing.Device())
+    monkeypatch.setattr(testing, "machine_line", lambda *_: MACHINE)
+
+
+def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The whole command: without time, with time for a part, with enough, with a route that is wrong."""
+    arguments = argparse.Namespace(shape=[(32, 272)], kinds=list(tune.KINDS), budget_s=0.0, device=None)
+    assert tune.run(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "out of time before" in printed
+    assert "nothing to fit\nnot measured: inference, training, e4m3; their rates stay those of NVIDIA H200" in printed
+    assert printed.endswith("\nincomplete: 0 of 6 steps; run again with --budget-s 3600\n")
+    assert not list(folder.glob("*.json"))
+
+    arguments.budget_s = 2000.0
+    measure = tune.measure
+    monkeypatch.setattr(tune, "measure", lambda *args, **named: itertools.islice(measure(*args, **named, seconds=0), 5))
+    assert tune.run(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "not measured: training; their rates stay those of NVIDIA H200" in printed
+    assert printed.endswith("\nincomplete: 5 of 6 steps; run again with --budget-s 4000\n")
+    card = rates.in_use(CUDA)
+    assert card.file == folder / "NVIDIA_H100_80GB_HBM3.json"
+    assert card.rates.launch != rates.SHIPPED.rates.launch
+    assert card.rates.step_flop == rates.SHIPPED.rates.step_flop
+
+    arguments.kinds = ["training"]
+    monkeypatch.setattr(tune, "measure", lambda *args, **named: measure(*args, **named, seconds=0))
+    assert tune.run(arguments) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"130  union \S+ to \S+, union.screen \S+ to \S+\n", printed)
+    assert f'wrote {card.file}; "auto" uses it in processes that start now\n' in printed
+    assert "incomplete" not in printed
+    monkeypatch.setitem(tune.MOST_ERROR, True, -1.0)
+    assert tune.run(arguments) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"130  RED topic union differs from dense by \d+\.\d%\n", printed)
+    assert "nothing to fit" in printed
+
+
+def test_the_cards_that_ship_are_made_of_rows(small: None, folder: Path, tmp_path: Path, capsys: Any) -> None:
+    out, other, cards = (tmp_path / name for name in ("rows.json", "other.json", "cards.json"))
+    assert shipped.main(["--shape", "32x272", "--kinds", "gated", "e4m3", "--out", str(out)]) == 0
+    assert not list(folder.glob("*.json"))
+    data = json.loads(out.read_text())
+    assert data["complete"]
+    assert [sum(row.get("float8", False) == is_float8 for row in data["rows"]) for is_float8 in (False, True)] == [9, 5]
+    assert len(out.read_text().splitlines()) == len(data["rows"]) + 2
+    capsys.readouterr()
+    cards.write_text(rates.PATH.read_text())
+    for _ in range(2):
+        card = shipped.card_of([shipped.read(out)])
+        assert shipped.ship(card, cards) == cards
+        written = [rates.card_of(each) for each in json.loads(cards.read_text())]
+        assert [each.gpu for each in written] == [rates.SHIPPED.gpu, GPU]
+        assert (written[1].kernels, written[1].date) == ("0123abcd", data["date"])
+    assert "times are predicted within" in capsys.readouterr().out
+    assert shipped.main(["--from", str(out)]) == 0
+    shipped.write_rows(other, data["rows"], machine=rates.SHIPPED.machine, date="")
+    assert shipped.main(["--from", str(out), str(other)]) == 2
+    assert f"rates are of one GPU, got rows of NVIDIA H200 and {GPU}" in capsys.readouterr().err
+    for text in ("{", "[]", '{"machine": "a GPU", "date": "2026-11-21", "rows": [{"m": 1}]}'):
+        other.write_text(text)
+        assert shipped.main(["--from", str(other)]) == 2
+        assert f"tune: error: expected what --out wrote in {other}, got " in capsys.readouterr().err
+
+
+def test_needs_a_gpu_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "capability", lambda index: (7, 5))
+    for name in ("cpu", "cuda:1"):
+        monkeypatch.setattr(tune, "pick_device", torch.device)
+        with pytest.raises(RequestError, match=rf"expected a GPU of compute .* 10\.x or 12\.x, got {name}"):
+            tune.gpu(name)
