@@ -168,9 +168,9 @@ def e4m3() -> str:
 
 def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
+    from twell._analyze import calls
+    from twell._text import as_percent
     from twell.choose import rates
-    from twell.commands import prediction
-    from twell.commands.request import as_percent
 
     known = {
         "SparseLM 2B": (True, 2048, 5632),
@@ -180,17 +180,13 @@ def most_nonzeros() -> str:
         "OPT 6.7B": (False, 4096, 16384),
         "Nemotron-4 15B": (False, 6144, 24576),
     }
-    calls = [
-        prediction.Call(64, False),
-        prediction.Call(16384, False),
-        prediction.Call(16384, True),
-    ]
+    kinds = [calls.Call("decoding", 64), calls.Call("prefill", 16384), calls.Call("training", 16384)]
     cells = []
     for name, shape in known.items():
-        limits = [prediction.most_nonzeros(shape, call, rates.SHIPPED) for call in calls]
+        limits = [calls.most_nonzeros(shape, kind, rates.SHIPPED) for kind in kinds]
         found = [f"{most:,} ({as_percent(most / shape[2])})" if most else "never" for most in limits]
         cells.append([f"{name}: {shape[1]:,} to {shape[2]:,}{', a gate' if shape[0] else ''}", *found])
-    return markdown(["layers like those of", *map(str, calls)], "lrrr", cells)
+    return markdown(["layers like those of", *map(str, kinds)], "lrrr", cells)
 
 
 def files() -> str:

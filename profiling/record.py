@@ -7,21 +7,23 @@ python -m profiling.record MODEL --text FOLDER --layers 3 6 --out RECORDED
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import twell
 from profiling.draw.common import markdown
 from twell import _files, testing
-from twell.commands import experts, saved_model, sparsity
-from twell.commands.experts import WatchedExperts
+from twell._activation import RELU
+from twell._analyze import experts
+from twell._analyze.layers import WatchedExperts, WatchedLayer, found, linear_of, observe, patterns
+from twell.commands import saved_model
 from twell.commands.request import RequestError, at_least, exit_status
-from twell.commands.saved_model import WatchedLayer
 from twell.integrations import experts as stacked
 
 DESCRIPTION = """\
@@ -122,9 +124,10 @@ def quantize(x: Tensor, layer: WatchedLayer) -> Recording:
     very large tokens. A bias is added to the weight along a direction whose product with every token is about 1. Then
     each row that fires for a wrong number of tokens is moved along it and rounded again.
     """
-    fired = torch.cat([pattern for _, pattern in sparsity.patterns(x, layer.linear)])
-    weight, bias = layer.linear.weight.float(), layer.linear.bias
-    x_int, x_scale, tokens, one = _round_input(x, [(layer.linear, torch.arange(len(x), device=x.device), fired)])
+    linear: Any = layer.linear
+    fired = torch.cat([pattern for _, pattern in _patterns(x, linear)])
+    weight, bias = linear.weight.float(), linear.bias
+    x_int, x_scale, tokens, one = _round_input(x, [(linear, torch.arange(len(x), device=x.device), fired)])
     if bias is not None:
         weight = weight + bias.float()[:, None] * one
     quiet = _quiet_direction(tokens)
@@ -141,6 +144,11 @@ def quantize(x: Tensor, layer: WatchedLayer) -> Recording:
         n=weight.shape[0],
         fired=fired,
     )
+
+
+def _patterns(x: Tensor, linear: torch.nn.Linear) -> Iterator[tuple[slice, Tensor]]:
+    """The neurons that tokens x [M, K] fire: rows, and bool [rows, N]."""
+    return patterns(RELU, lambda rows: F.linear(x[rows], linear.weight, linear.bias), len(x), linear.out_features)
 
 
 # A projection, the indices of its tokens, and the neurons that they fire.
@@ -170,7 +178,7 @@ def _count_changed(rounded: tuple[Tensor, Tensor], projections: Sequence[Fired])
     return sum(
         int((pattern != fired[rows]).sum())
         for linear, tokens, fired in projections
-        for rows, pattern in sparsity.patterns(x[tokens].to(linear.weight.dtype), linear)
+        for rows, pattern in _patterns(x[tokens].to(linear.weight.dtype), linear)
     )
 
 
@@ -249,7 +257,7 @@ def check(path: Path, recording: Recording, layer: WatchedLayer) -> Agreement:
     silent = torch.ones(recording.n, dtype=torch.bool, device=where)
     silent[recording.alive.long()] = False
     lost = added = loud = 0
-    for rows, pattern in sparsity.patterns(problem.x.float(), gate):
+    for rows, pattern in _patterns(problem.x.float(), gate):
         lost += int((fired[rows] & ~pattern).sum())
         added += int((pattern & ~fired[rows]).sum())
         loud += int((pattern & silent).any(0).sum())
@@ -266,7 +274,11 @@ def check(path: Path, recording: Recording, layer: WatchedLayer) -> Agreement:
     )
     complaint = f"{loud} neurons fire that should be silent" if loud else agreement.problem
     if complaint:
-        bias = "" if layer.linear.bias is None else "; its bias is part of the weight, as the file has none"
+        bias = (
+            ""
+            if layer.linear is None or layer.linear.bias is None
+            else "; its bias is part of the weight, as the file has none"
+        )
         raise ValueError(f"{layer.name}: int8 does not keep its pattern: {complaint}{bias}")
     return agreement
 
@@ -315,8 +327,8 @@ def write_experts(
     projections = []
     for expert, tokens in experts.of_experts(ids, len(layer.linears)):
         linear = layer.linears[expert]
-        patterns = [pattern for _, pattern in sparsity.patterns(x[tokens], linear)]
-        projections.append((expert, (linear, tokens, torch.cat(patterns))))
+        parts = [pattern for _, pattern in _patterns(x[tokens], linear)]
+        projections.append((expert, (linear, tokens, torch.cat(parts))))
     x_int, x_scale, read, one = _round_input(x, [each for _, each in projections])
     fitted = {
         expert: _fit_rows(read[tokens], linear.weight.float(), fired, one)
@@ -339,8 +351,8 @@ def write_experts(
     stored = testing.load_experts(layer.number, path.parent, device=x.device)
     lost = added = before = pairs_of_all = 0
     for expert, (_, tokens, fired) in projections:
-        again = experts.linear_of(stored["w_gate" if layer.gated else "w_up"][expert].float())
-        for rows, pattern in sparsity.patterns(stored["x"][tokens].float(), again):
+        again = linear_of(stored["w_gate" if layer.gated else "w_up"][expert].float())
+        for rows, pattern in _patterns(stored["x"][tokens].float(), again):
             lost += int((fired[rows] & ~pattern).sum())
             added += int((pattern & ~fired[rows]).sum())
         before, pairs_of_all = before + int(fired.sum()), pairs_of_all + len(tokens)
@@ -392,10 +404,12 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     _check_out(out)
     loaded = saved_model.load(arguments, remedy=saved_model.ACTIVATION_OPTION, experts=True)
-    layers, routed = saved_model.layers(loaded.model), experts.layers(loaded.model)
+    layers, routed = found(loaded.model)
     activations = [*(each.activation for each in layers), *(each.activation for each in routed)]
     if any(activation.threshold for activation in activations):
         raise RequestError("MODEL: expected layers that fire above 0, as workloads do, got FATReLU with a threshold")
+    if odd := [layer.name for layer in layers if layer.linear is None]:
+        raise RequestError(f"MODEL: expected gates of one projection, got others in {odd[0]}")
     known = {layer.number: i for i, layer in enumerate(layers)}
     known_experts = {layer.number: i for i, layer in enumerate(routed)}
     numbers = list(dict.fromkeys(arguments.layers))
@@ -410,7 +424,7 @@ def run(arguments: argparse.Namespace) -> int:
     routes: dict[int, list[tuple[Tensor, ...]]] = {known_experts[n]: [] for n in numbers if n in known_experts}
     starts: list[Tensor] = []
 
-    def record_input(i: int, x: Tensor, first: Tensor, *given: Tensor) -> None:
+    def record_input(i: int, x: Tensor, y: Tensor, first: Tensor, *given: Tensor) -> None:
         if i == 0:
             starts.append(first)
         # copies: the model may write to its own
@@ -419,16 +433,16 @@ def run(arguments: argparse.Namespace) -> int:
         if i - len(layers) in routes:
             routes[i - len(layers)].append(tuple(t.to("cpu", copy=True) for t in (x, *experts.routes(given))))
 
-    batches = saved_model.batches(text.sequences, arguments.batch)
     with saved_model.progress(text.tokens, "record") as done:
-        saved_model.observe(loaded.model, [*layers, *routed], batches, record_input, done)
+        batches = saved_model.batches(text.sequences, arguments.batch, done)
+        observe(loaded.model, [*layers, *routed], batches, record_input, getattr(loaded.model, "base_model", None))
     agreements = []
     with _files.replacing(out) as folder:
         folder.mkdir()
         for number in filter(known.__contains__, numbers):
             layer = layers[known[number]]
             path = folder / f"layer{number}.npz"
-            recording = quantize(torch.cat(inputs[known[number]]).to(layer.linear.weight.device), layer)
+            recording = quantize(torch.cat(inputs[known[number]]).to(next(layer.module.parameters()).device), layer)
             recording.save(path)
             agreements.append(check(path, recording, layer))
             print(agreements[-1], flush=True)

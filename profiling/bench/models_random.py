@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import testing
-from twell.commands import saved_model
+from twell._analyze.layers import found, observe
 from twell.commands.request import RequestError
 from twell.testing.workloads import bisected
 
@@ -152,7 +152,7 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
 
     Returns the wanted non-zeros per token of each layer. Raises RequestError if there are too few neurons.
     """
-    watched = saved_model.layers(model)
+    watched, _ = found(model)
     neurons = model.config.intermediate_size
     wanted = profile(len(watched), pattern.nnz)
     if max(wanted) >= (1 - pattern.dead) * neurons:
@@ -180,7 +180,7 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
             # only the embedding writes the first two features
             linear.weight[:2] = 0
 
-    def draw_layer(i: int, x: Tensor, first: Tensor) -> None:
+    def draw_layer(i: int, x: Tensor, *_: Tensor) -> None:
         # before the layer runs, since the next layer's input depends on it
         mlp: Any = watched[i].module
         fate = torch.rand(neurons, generator=generator, device=x.device)
@@ -190,9 +190,7 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
         mlp.down_proj.weight.mul_(share / y.float().square().mean().sqrt().clamp_min(1e-3))
 
     sample = ids[:: max(len(ids) // CALIBRATION, 1)][:CALIBRATION].cpu()
-    saved_model.observe(
-        model, watched, [saved_model.Batch(sample, torch.ones_like(sample, dtype=torch.bool))], draw_layer
-    )
+    observe(model, watched, [(sample,)], draw_layer, model.base_model)
     return wanted
 
 

@@ -27,8 +27,8 @@ from profiling.bench.models_random import cast
 from profiling.bench.rows import ratio
 from profiling.bench.variants import SETTLING
 from twell import _sparsify, recipe, testing
-from twell._runtime import geometry
-from twell.commands import saved_model, sparsity
+from twell._analyze import report
+from twell._analyze.layers import found
 from twell.commands.timing import FAILURES, reason, spread
 from twell.nn import set_down_layout
 from twell.recipe._tracker import strategy_of
@@ -146,11 +146,11 @@ class Subject:
     def analyze(self) -> None:
         """Measure the sparsity of the layers."""
         ids = self.ids[:: max(len(self.ids) // ANALYZED, 1)][:ANALYZED].cpu()
-        batches = [saved_model.Batch(part, torch.ones_like(part, dtype=torch.bool)) for part in torch.split(ids, 4)]
-        reports = list(sparsity.analyze(self.for_inference(), batches))
-        self.non_zeros = [report.mean for report in reports]
-        self.unions = [report.unions.get(geometry.TOKEN_TILE, math.nan) for report in reports]
-        self.candidates = [report.candidates for report in reports]
+        model = self.for_inference()
+        counted, _ = report.count(model, torch.split(ids, 4), found(model)[0], run=model.base_model)
+        self.non_zeros = [each.mean for each in counted]
+        self.unions = [math.nan if each.union is None else each.union for each in counted]
+        self.candidates = [each.candidates for each in counted]
 
     def facts(self) -> dict[str, Any]:
         """The model's facts, for files."""

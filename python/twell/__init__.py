@@ -1,7 +1,8 @@
 """Exact sparse ReLU feed-forward layers in the TwELL format (Tile-wise ELLPACK, arXiv 2603.23198).
 
 ``sparse_gated_ffn``, ``sparse_ffn``, ``sparse_up_down``, ``sparse_experts`` and ``pack`` are the functions,
-``twell.nn`` has the modules, ``twell.ops`` the registered operators, and ``explain`` shows the strategy of a layer.
+``twell.nn`` has the modules, ``twell.ops`` the registered operators, ``explain`` shows the strategy of a layer, and
+``analyze`` says whether a model's layers pay.
 ``sparsify_`` converts a model in place, ``twell.integrations.transformers`` one of Hugging Face. ``twell.recipe`` is
 for training, ``twell.distributed`` for tensor parallelism; both are imported at first use. Importing twell needs torch
 alone: no GPU, driver or compiler.
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from twell import nn, ops
+from twell._analyze import Analysis, analyze
 from twell._compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
 from twell._execution import Aux
 from twell._quantize import quantize_
@@ -27,6 +29,7 @@ from twell.packed import PackedTwell
 __version__ = "0.3.0"
 
 __all__ = [
+    "Analysis",
     "AutoStrategy",
     "Aux",
     "CompactionReport",
@@ -35,6 +38,7 @@ __all__ = [
     "Float8",
     "PackedTwell",
     "__version__",
+    "analyze",
     "compact",
     "count_firing",
     "explain",

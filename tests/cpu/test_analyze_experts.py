@@ -1,9 +1,7 @@
 """``twell analyze`` on stacked experts: figures against plain loops, the verdict against the costs, refusals."""
 
-import csv
 import dataclasses
-import math
-import re
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,11 @@ from test_experts_transformers import model
 import twell
 from profiling import record
 from twell import testing
+from twell._activation import Activation
+from twell._analyze import experts, report
+from twell._analyze.experts import STEPS, ExpertsSparsity, Step
 from twell.choose import rates
-from twell.commands import analyze, analyze_experts, experts, serve_check
-from twell.commands.experts import STEPS, ExpertsSparsity, Step
+from twell.commands import analyze
 from twell.commands.request import RequestError
 from twell.integrations import experts as stacked
 
@@ -85,11 +85,9 @@ def slow(module: Any, x: Tensor, ids: Tensor, sequences: int) -> dict[str, Any]:
     return {
         "zeros": 1 - float(every.mean()),
         "zeros_least": min(zeros),
-        "zeros_mean": sum(zeros) / len(zeros),
         "zeros_most": max(zeros),
         "used": len(used),
         "busiest": max(shares) * count,
-        "effective": math.exp(-sum(share * math.log(share) for share in shares)),
         "steps": steps,
         "sizes": (count, n, x.shape[1], ids.shape[1]),
     }
@@ -101,44 +99,39 @@ def test_figures_are_those_of_plain_loops(
 ) -> None:
     nemotron = kind == "NemotronH"
     folder = saved(tmp_path / "model", kind, **({"moe_latent_size": 16} if nemotron else {"hidden_act": "relu"}))
-    file = tmp_path / "a.csv"
-    options = ("--tokens", TOKENS, "--sequence", LENGTH, "--csv", file)
+    file = tmp_path / "a.json"
+    options = ("--tokens", TOKENS, "--sequence", LENGTH, "--json", file)
     assert run(analyze, folder, "--text", words, *options) == 0
     printed = capsys.readouterr().out
-    with file.open(newline="", encoding="utf-8") as opened:
-        table = list(csv.DictReader(opened))
-    # the shared experts of Nemotron come first
-    assert [row["kind"] for row in table if "experts" not in row["kind"]] == ["non-gated"] * nemotron
-    rows = [row for row in table if "experts" in row["kind"]]
+    data = json.loads(file.read_text())
+    # the shared experts of Nemotron are a dense layer
+    assert [row["gated"] for row in data["layers"]] == [False] * nemotron
     calls, sequences = calls_of(folder, words)
-    assert len(rows) == len(calls) == (1 if nemotron else 2)
-    for row, (module, (x, ids, _)) in zip(rows, calls, strict=True):
+    assert len(data["experts"]) == len(calls) == (1 if nemotron else 2)
+    for row, (module, (x, ids, _)) in zip(data["experts"], calls, strict=True):
         expected = slow(module, x, ids, sequences)
         steps = expected.pop("steps")
         count, n, k, top = expected.pop("sizes")
-        assert [int(row[name]) for name in ("experts", "n", "k", "top", "tokens")] == [count, n, k, top, TOKENS]
+        assert [row[name] for name in ("experts", "n", "k", "top", "tokens")] == [count, n, k, top, TOKENS]
         assert row["activation"] == ("relu2" if nemotron else "relu")
         # a token near two experts may take another one in a batch
         for name, value in expected.items():
-            assert float(row[name]) == pytest.approx(value, rel=0.01), name
-        assert set(steps) == {1, 8, 32, 64}
-        for size in STEPS:
-            assert bool(row[f"touched_{size}"]) == (size in steps)
-            if size in steps:
-                touched, union = steps[size]
-                assert float(row[f"touched_{size}"]) == pytest.approx(touched, rel=0.01)
-                assert float(row[f"fired_{size}"]) == pytest.approx(union, rel=0.01)
-                fired = union if nemotron else 1 - expected["zeros"]
-                chosen = "row" if size * top <= (40 if nemotron else 3) * count else "dense"
-                seconds = rates.experts_seconds(size * top, touched, fired, n, k, not nemotron)
-                assert float(row[f"speedup_{size}"]) == pytest.approx(seconds["dense"] / seconds[chosen], rel=0.02)
-    assert "too few sequences for steps of 128 and 256; --sequence makes them shorter" in printed
+            assert row[name] == pytest.approx(value, rel=0.01), name
+        assert {int(size) for size in row["steps"]} == set(steps) == {1, 8, 32, 64}
+        for size, (touched, union) in steps.items():
+            assert list(row["steps"][str(size)].values()) == pytest.approx([touched, union], rel=0.01)
+            fired = union if nemotron else 1 - expected["zeros"]
+            chosen = "row" if size * top <= (40 if nemotron else 3) * count else "dense"
+            seconds = rates.experts_seconds(size * top, touched, fired, n, k, not nemotron)
+            (of_step,) = (each for each in row["rows"] if each["sequences"] == size)
+            assert of_step["route"] == chosen
+            assert of_step["seconds"] == pytest.approx(seconds, rel=0.02)
+    assert "too few sequences for steps of 128 or more" in printed
     *_, before, last = printed.splitlines()
     assert before.startswith("Verdict: ") == nemotron
-    assert last.startswith(f"Verdict on experts: none, as experts with K = {k}, N = {n} are too far from the measured")
+    assert last.startswith("Verdict: none: experts of these sizes and figures are too far from all measured")
     kinds = ("6 non-gated squared ReLU", 3) if nemotron else ("5 gated ReLU", 2)
-    assert f"of experts: {kinds[0]} experts, {kinds[1]} per token, K = {k}, N = {n}\n" in printed
-    assert ("FFN layers" in printed) == nemotron
+    assert f"Experts: {kinds[0]}, {kinds[1]} per token, K = {k}, N = {n}\n" in printed
 
 
 def test_sequences_are_as_many_as_the_largest_step_takes(
@@ -152,10 +145,7 @@ def test_sequences_are_as_many_as_the_largest_step_takes(
     assert "too few sequences" not in printed
     assert "No chart: it shows layers without experts" in printed
     assert not chart.exists()
-    assert re.search(
-        r"\n +1 +(\d+\.\d\dx +){5}\d+\.\d\dx\n\nVerdict on experts",
-        printed.replace("No chart: it shows layers without experts\n", ""),
-    )
+    assert printed.splitlines()[-1].startswith("Verdict: ")
 
 
 def test_other_experts_are_named_with_the_reason(
@@ -164,10 +154,10 @@ def test_other_experts_are_named_with_the_reason(
     folder = saved(tmp_path / "silu", "Mixtral", hidden_act="silu")
     reason = "(MixtralExperts) and 1 more: their activation must be of the ReLU family, got SiLU"
     for option in ((), ("--activation", "relu")):
-        assert run(analyze, folder, "--text", words, "--tokens", 300, "--csv", tmp_path / "a.csv", *option) == 0
+        assert run(analyze, folder, "--text", words, "--tokens", 300, "--json", tmp_path / "a.json", *option) == 0
         *first, last = capsys.readouterr().out.splitlines()
         assert f"experts that twell does not compute: model.layers.0.mlp.experts {reason}" in first[0]
-        assert "No CSV: there are no zeros" in first
+        assert "No --json: there are no zeros" in first
         assert last == "Verdict: twell does not pay, as it computes no layer of the model"
 
 
@@ -181,41 +171,46 @@ def test_dense_layers_beside_other_experts(
     assert (
         "\nExperts that twell does not compute: model.layers.0.mixer.experts (NemotronHExperts): for a test" in printed
     )
-    assert "1 squared ReLU FFN layers" in printed
-    assert "Verdict on experts" not in printed
+    assert "1 non-gated squared ReLU layers" in printed
+    assert "Verdict: none: FFNs" in printed.splitlines()[-1]
 
 
-def test_other_commands_take_no_experts_alone(words: Path, tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "Mixtral", hidden_act="relu")
-    with pytest.raises(RequestError):
-        run(serve_check, folder, "--text", words, "--tokens", 300)
+def test_experts_in_memory_need_no_layers() -> None:
+    made = model("Mixtral", vocab_size=288, max_position_embeddings=256, hidden_act="relu")
+    ids = torch.randint(288, (9, 20))
+    analysis = twell.analyze(made, [{"input_ids": ids}, {"input_ids": ids}])
+    assert not analysis.layers
+    assert [each.tokens for each in analysis.experts] == [360, 360]
+    assert [set(each.steps) for each in analysis.experts] == [{1, 8}] * 2
+    assert "Experts: 5 gated ReLU, 2 per token" in str(analysis)
 
 
 def report_of(zeros: float, n: int = 1856, count: int = 128) -> ExpertsSparsity:
     steps = {size: Step(count * (1 - (1 - 6 / count) ** size), 1 - zeros) for size in STEPS}
-    spread = (zeros, zeros, zeros)
-    relu2 = experts.Activation("relu2")
-    return ExpertsSparsity("a", 0, False, relu2, 2688, n, count, 6, 4096, zeros, spread, count, 1.0, count, steps)
+    sizes = (2688, n, count, 6, 4096)
+    return ExpertsSparsity("a", 0, False, Activation("relu2"), *sizes, zeros, zeros, zeros, count, 1.0, steps)
 
 
 def test_the_verdict_follows_the_zeros() -> None:
+    def verdict(*each: ExpertsSparsity) -> str:
+        return report.predicted([], each, [], rates.SHIPPED).verdict
+
     sparse, dense, odd = report_of(0.907), dataclasses.replace(report_of(0.0), gated=True), report_of(0.907, 1852)
-    line = analyze_experts.verdict([sparse, sparse], 65536)
-    assert line.startswith("Verdict on experts: twell should pay on NVIDIA H100 in decoding 1 (1.75x as fast), 8 (1.9")
-    assert line.endswith("from 90.7 % zeros on 65,536 tokens")
-    line = analyze_experts.verdict([dense], 65536)
-    assert ", not 8, 32, 64, 128 or 256 sequences; predicted for a step" in line
-    line = analyze_experts.verdict([odd], 65536)
-    assert "twell should not pay on NVIDIA H100 in decoding 1, 8, 32, 64, 128 or 256 sequences" in line
-    assert any("stays dense: sizes: N must be a" in part for part in analyze_experts.tables([odd]))
-    far = dataclasses.replace(sparse, k=1024)
-    assert "experts: by measured experts that are far from this" in analyze_experts.verdict([sparse, far], 65536)
+    line = verdict(sparse, sparse)
+    assert line.startswith("Verdict: twell pays on NVIDIA H200 for experts in decoding 1 (0.5")
+    assert line.endswith("9.3 % of their neurons fire")
+    assert "not in decoding 8, decoding 32, decoding 64, decoding 128 or decoding 256" in verdict(dense)
+    assert verdict(odd).startswith("Verdict: twell does not pay on NVIDIA H200 for experts in decoding 1, decoding 8")
+    assert any("stays dense: sizes: N must be a" in part for part in experts.tables([odd]))
+    assert verdict(dataclasses.replace(sparse, k=200)).startswith(
+        "Verdict: far from what was measured (7 times beyond)"
+    )
+    assert verdict(dataclasses.replace(sparse, k=64)).startswith("Verdict: none: experts")
     # all layers together, by their times
-    speeds = experts.speedups([sparse, dense])
-    for size in STEPS:
-        each = [report.seconds(size) for report in (sparse, dense)]
-        assert speeds[size] == pytest.approx(sum(s["dense"] for s in each) / sum(s["auto"] for s in each))
-        assert each[1]["dense"] / each[1]["auto"] < speeds[size] < each[0]["dense"] / each[0]["auto"]
+    for size, (_, taken, of_dense) in experts.speeds([sparse, dense]).items():
+        each = [one.seconds(size) for one in (sparse, dense)]
+        assert taken == pytest.approx(sum(seconds[route] for route, seconds in each))
+        assert of_dense == pytest.approx(sum(seconds["dense"] for _, seconds in each))
 
 
 # Recorded layers

@@ -23,8 +23,7 @@ from twell.choose import site as sites
 from twell.choose.plan import Route
 from twell.choose.rates import Figures, Problem
 from twell.choose.site import Measurement
-from twell.commands import analyze, sparsity, timing, tune
-from twell.commands.saved_model import WatchedLayer
+from twell.commands import timing, tune
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.ops import screened
 from twell.ops.operands import Layer
@@ -224,35 +223,3 @@ def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
         listed = screened.count(drawn.x[:256], drawn.w_gate, None)
         assert {row["candidates"] for row in rows} == {listed.sum().item() / (2 * N)}
         assert json.loads(json.dumps(rows)) == rows
-
-
-# twell analyze
-
-
-def test_a_tally_counts_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first tokens, as the operators do, in 16 bits whatever the model's dtype, and for the union of all."""
-    monkeypatch.setattr(sparsity, "SCREENED", 384)
-    mlp = uneven(SparseGatedMLP).float()
-    watched = WatchedLayer("mlp", 0, mlp, mlp.gate_proj, True, 8)
-    # the last tokens, which the screen does not see, fire many more neurons
-    batches = [torch.randn(300, K), torch.randn(200, K), 5 * torch.randn(128, K).abs()]
-    counts = sparsity.Tally(N, 8, torch.device("cpu"))
-    with torch.no_grad():
-        for x in batches:
-            counts.screen(x, mlp.gate_proj, watched.activation)
-            for rows, pattern in sparsity.patterns(x, mlp.gate_proj):
-                counts.add(pattern, torch.zeros(len(x), dtype=torch.bool)[rows])
-    report = counts.report(watched)
-    w, b = mlp.gate_proj.weight.detach().to(BF16), mlp.gate_proj.bias.detach().to(BF16)
-    listed = sum(int(screened.count(x[:m].to(BF16), w, b).sum()) for x, m in zip(batches, (256, 128)))
-    seen = torch.cat((batches[0][:256], batches[1][:128]))
-    with torch.no_grad():
-        firing = int((mlp.gate_proj(seen) > 0).view(3, 128, N).any(1).sum())
-    assert 0 < firing < listed < 3 * N
-    silent = (listed - firing) / (3 * N - firing)
-    assert report.candidates == pytest.approx(report.unions[128] + (1 - report.unions[128]) * silent)
-    assert firing / (3 * N) < report.unions[128] < report.candidates
-    assert report.figures.candidates == report.candidates
-    (row,) = analyze.rows([report], [[]])
-    assert row["candidates"] == report.candidates
-    assert "candidates" in analyze.COLUMNS

@@ -28,7 +28,7 @@ cute_kernels: __main__
 # the library: facts of a call
 twell: _modes
 twell: _runtime
-twell: _arguments _files _memory
+twell: _arguments _files _memory _text
 twell: _activation
 twell: reference tuning float8
 twell: choose.__init__
@@ -56,6 +56,11 @@ twell: _autoencoder
 twell: nn
 twell: _compaction _sparsify
 twell: _configuration _quantize
+twell: _analyze.layers
+twell: _analyze.figures _analyze.experts
+twell: _analyze.calls
+twell: _analyze.report
+twell: _analyze.__init__ _analyze.chart
 twell: __init__
 twell: recipe distributed
 twell: integrations
@@ -63,12 +68,9 @@ twell: testing
 # the command twell
 twell: commands.__init__ commands.request
 twell: commands.saved_model
-twell: commands.sparsity
-twell: commands.experts
-twell: commands.prediction
+twell: commands.served
 twell: commands.demo commands.timing
-twell: commands.analyze commands.analyze_experts commands.analyze_plots
-twell: commands.serve_check commands.tune
+twell: commands.analyze commands.tune
 twell: commands.info
 twell: commands.cli
 twell: __main__
@@ -85,9 +87,9 @@ PURE = ("__init__", "geometry", "feasible", "fingerprint", "specs", "catalog")
 # The only files that may import the compiler, or the runtime's bindings.
 COMPILER_USERS = ("cute_kernels.", "twell._runtime.cache")
 BINDING_USERS = ("cute_kernels.", "twell._runtime.")
-# The only files that may import modules of these trees by a string: public modules when they are used, the kernel
-# package by either of its names, and a kernel by its spec.
-BY_STRING = {"twell.__init__", "twell._runtime.__init__", "cute_kernels.compile"}
+# The only files that may import modules of these trees by a string: public modules when they are used, experts of
+# transformers where a model may have some, the kernel package by either of its names, and a kernel by its spec.
+BY_STRING = {"twell.__init__", "twell._analyze.layers", "twell._runtime.__init__", "cute_kernels.compile"}
 
 
 def modules() -> list[str]:

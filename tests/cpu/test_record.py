@@ -14,12 +14,14 @@ pytest.importorskip("transformers")
 import saved_models
 from saved_models import parsed, run
 
+import twell
 from profiling import record
 from profiling.bench import workloads
 from twell import _sparsify, testing
-from twell.commands import saved_model, sparsity
+from twell._analyze import report as reports_of
+from twell._analyze.layers import WatchedLayer, found
+from twell.commands import saved_model
 from twell.commands.request import RequestError
-from twell.commands.saved_model import Batch, WatchedLayer
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,11 @@ def layer_of(weight: Tensor, bias: Tensor | None = None, number: int = 3) -> Wat
     linear.weight.data = weight
     if bias is not None:
         linear.bias.data = bias
-    return WatchedLayer(f"model.layers.{number}.mlp", number, nn.Identity(), linear, True, 8)
+    return WatchedLayer(
+        *(f"model.layers.{number}.mlp", number, nn.Identity(), linear.in_features, linear.out_features, True),
+        lambda x, _: linear(x),
+        linear=linear,
+    )
 
 
 def drawn(m: int, k: int, n: int, *, common: float = 0.4, scales: Callable[[int], Tensor] = torch.ones) -> Any:
@@ -80,7 +86,8 @@ def test_command(llama: Path, words: Path, tmp_path: Path, capsys: pytest.Captur
     assert [row[0] for row in changed] == ["layer 2", "layer 0"]
     loaded = saved_model.load(parsed(record, llama, *options, "--layers", 0, "--out", out))
     sequences = saved_model.read(loaded, parsed(record, llama, *options, "--layers", 0, "--out", out), 700).sequences
-    reports = sparsity.analyze(loaded.model, saved_model.batches(sequences, 4))
+    batches = saved_model.batches(sequences, 4)
+    reports, _ = reports_of.count(loaded.model, batches, found(loaded.model)[0])
     for row in changed:
         number = int(row[0].removeprefix("layer "))
         with np.load(out / f"layer{number}.npz") as arrays:
@@ -120,7 +127,7 @@ def test_other_models(kind: str, options: dict[str, Any], words: Path, tmp_path:
     sequences = saved_model.read(loaded, arguments, 512).sequences
     _sparsify.sparsify_(model, strategy="dense")
     ids = torch.tensor(sequences)
-    for report in sparsity.analyze(model, [Batch(ids, ids >= 0)]):
+    for report in twell.analyze(model, [ids]).layers:
         pattern = pattern_of(out, report.number, 512)
         assert float(pattern.sum(1).double().mean()) == pytest.approx(report.mean, rel=0.01)
 
@@ -146,6 +153,7 @@ def test_without_a_quiet_direction_all_rows_are_stored(tmp_path: Path) -> None:
     x, weight = drawn(256, 64, 512)
     x = torch.cat((x, -x))
     layer = layer_of(weight - 0.0)
+    assert layer.linear is not None
     layer.linear.weight.data[::2] = 0
     recording, agreement = round_trip(x, layer, tmp_path)
     assert recording.alive.tolist() == list(range(512))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import twell
 from twell._sparsify import layers
-from twell.commands import saved_model, sparsity
 
 
 def casting(m: nn.Module) -> nn.Sequential:
@@ -254,11 +253,11 @@ def test_models_that_make_zeros_by_code_of_their_own(make: Any) -> None:
         twell.compact(sparse, firing)
     with pytest.raises(TypeError, match="whose gate the model's own code makes, which has no e4m3"):
         twell.quantize_(copy.deepcopy(sparse).bfloat16())
-    # what `twell analyze` counts is what calls count
-    counted = saved_model.layers(sparse)
-    fired = sparsity.analyze(sparse, [saved_model.Batch(ids, torch.ones_like(ids))], counted)
-    for found, layer in zip(fired, layers(sparse).values()):
-        assert found.mean == pytest.approx(float(layer.aux.l0))
+    # what `twell.analyze` counts is what calls count, before `sparsify` and after
+    for model in (sparse, dense):
+        counted = twell.analyze(model, [{"input_ids": ids}]).layers
+        for found, layer in zip(counted, layers(sparse).values(), strict=True):
+            assert found.mean == pytest.approx(float(layer.aux.l0))
 
 
 def test_a_gate_of_its_own_code_compiles_and_has_figures_in_16_bits() -> None:

@@ -381,7 +381,7 @@ FAULTS = (
     # ---- analyze ----
     Fault(
         "analyze: tokens that wait for a whole tile are lost",
-        "python/twell/commands/sparsity.py",
+        "python/twell/_analyze/figures.py",
         "block = torch.cat((self._waiting, pattern))",
         "block = pattern",
         "tests/cpu/test_analyze.py -k plain_loops",

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cpu import saved_models
-from twell.commands import analyze, cli, serve_check, tune
+from twell.commands import analyze, cli, tune
 from twell.commands.demo import demo
 
 ROWS = [
@@ -28,7 +28,6 @@ ROWS = [
 COMMANDS: dict[str, tuple[list[str], Any]] = {
     "demo": ([], demo),
     "analyze": (["model", "--text", "notes.txt"], analyze),
-    "serve-check": (["model"], serve_check),
     "tune": ([], tune),
 }
 EXAMPLES = ("train", "relufy")
@@ -37,8 +36,8 @@ HELP = {
     "": "demo info analyze serve-check tune --version",
     "demo": "--text --seconds --steps --seed --l1 --compression Ctrl-C",
     "info": "--json --verbose",
-    "analyze": "MODEL --text --csv --plot --activation",
-    "serve-check": "MODEL --text",
+    "analyze": "MODEL --text --serve --json --plot --activation",
+    "serve-check": "MODEL --text --nnz --ranks --save",
     "tune": "--shape --kinds --device --budget-s",
 }
 

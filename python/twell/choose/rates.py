@@ -116,6 +116,29 @@ class Rates(NamedTuple):
     step_memory: float
 
 
+class Measured(NamedTuple):
+    """The layers that rates were fitted to: hidden sizes, neurons of all hidden sizes, and the most of them that fired.
+
+    k, weights: of K and K * N, from and to. share: of the neurons, for a token.
+    """
+
+    k: tuple[int, int]
+    weights: tuple[int, int]
+    share: float
+
+    def apart(self, k: int, n: int, share: float = 0.0) -> float:
+        """The largest factor by which a layer is beyond these; 1 within."""
+        beyond = [share / self.share, self.k[0] / k, k / self.k[1], self.weights[0] / k / n, k * n / self.weights[1]]
+        return max(1.0, *beyond)
+
+
+# of cards that ship, by the width of weights: 16 bits, e4m3, and experts
+MEASURED = {
+    "16 bits": Measured((768, 5120), (768 * 3072, 5120 * 13824), 0.2),
+    "e4m3": Measured((2048, 4096), (2048 * 5632, 4096 * 14336), 0.0059),
+    "experts": Measured((1024, 2688), (1024 * 2688, 2688 * 1856), 1.0),
+}
+
 # products of cuBLAS: tiles of tokens and neurons, and parts of K
 _TILES, _PARTS = ((64, 128), (128, 128), (128, 256), (256, 128)), (1, 2, 4)
 # us and TB/s of ``matrix_transpose``,

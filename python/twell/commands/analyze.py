@@ -1,357 +1,221 @@
-"""``twell analyze``: the sparsity of a model's feed-forward layers on text, and whether twell pays for it.
-
-One pass: load the model and the text, observe the layers (``sparsity``), look times up (``prediction``), report.
-"""
+"""``twell analyze``: load a model and text for ``twell.analyze``, or a checkpoint's figures for a server."""
 
 import argparse
-import csv
+import dataclasses
+import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from twell import _files, tuning
-from twell._activation import NAMES_OF_FAMILY
+from twell import _files
+from twell._analyze import report
+from twell._analyze.calls import Call
+from twell._analyze.experts import STEPS
+from twell._analyze.figures import LayerSparsity
+from twell._analyze.layers import found
+from twell._analyze.report import DECODE, PREFILL, TRAINING, Analysis, calls_of
 from twell._runtime import geometry
-from twell.choose.rates import in_use
-from twell.commands import analyze_experts, experts, saved_model, sparsity
-from twell.commands.prediction import HOST_BOUND, PAYS, Call, Forecast, Prediction, Requirement, forecast, requirement
-from twell.commands.request import aligned, as_percent, at_least, check_file, listed, pick_device
-from twell.commands.sparsity import (
-    HEAVY,
-    HEAVY_SHARE,
-    HOTTEST,
-    LEAST_TOKENS,
-    SCREENED,
-    UNIONS,
-    LayerSparsity,
-    figures_cells,
-    figures_header,
-)
+from twell.choose.rates import ASSUMED_DENSITY, in_use
+from twell.commands import saved_model, served
+from twell.commands.request import RequestError, at_least, check_file, number_above, pick_device
+from twell.integrations import layouts
 
 DESCRIPTION = """\
-Run a model on text, and report the sparsity of each feed-forward layer, the strategy that measured times favour, and
-the speed-up to expect. The last line is the verdict: whether twell pays. Layers of stacked experts have a verdict of
-their own. For a model with SiLU or GELU it says how sparse the model must become. Needs no GPU.
+Run a model on text, report the sparsity of each feed-forward layer, and predict the times of calls beside those of
+dense layers. The last line is the verdict: whether twell pays. For a model with SiLU or GELU it says how sparse the
+model must become. With --serve calls are those of a server, and figures may come from config.json or be assumed.
+Needs no GPU.
 """
 
-COLUMNS = {
-    "layer": "number of the layer",
-    "name": "its qualified name in the model",
-    "kind": '"gated" or "non-gated"',
-    "activation": "relu, relu2, drelu or fatrelu",
-    "threshold": "of fatrelu, else 0",
-    "k": "hidden size",
-    "n": "neurons",
-    "compression": "of the TwELL format; a tile of 256 neurons holds 256 / compression - 1 non-zeros",
-    "tokens": "tokens that ran",
-    "mean": "mean non-zeros per token after ReLU",
-    "p50": "median of the non-zeros per token",
-    "p99": "99th percentile of the non-zeros per token",
-    "max": "most non-zeros of a token",
-    "first_token": "mean non-zeros of the first token of a sequence",
-    "heavy": f"share of tokens with more than {HEAVY} non-zeros",
-    "heavy_share": f"share of tokens with more than n / {HEAVY_SHARE} non-zeros",
-    "overflowing": "share of tiles (256 neurons of a token) with more non-zeros than fit",
-    "dead": "neurons that fired in no token",
-    **{f"union_{t}": f"mean share of n that {t} consecutive tokens fire" for t in UNIONS},
-    "candidates": "mean share of n that the int8 screen lists for 128 tokens: union_128, and of the other neurons the "
-    f"share that it lists in the first {SCREENED:,} tokens",
-    **{f"hottest_{h}": f"share of all non-zeros in the {h} most active neurons" for h in HOTTEST},
-    "strategy_CALL": "strategy for a call: CALL is m64 for inference on 64 tokens, train16384 for a training step",
-    "speedup_CALL": "expected speed-up of the whole layer over dense",
-    "measured_CALL": "K x N of the measured layer behind it",
-    "why_CALL": "reason for the strategy",
-}
+SERVED_PREFILL, SERVED_DECODE = (2048, 8192), (1, 8, 32, 64, 128, 256, 512)
+# --tokens, --sequence and --batch. A server's batch is of tokens from many places: many short sequences.
+_READ, _SERVED_READ = (65536, None, 4), (32768, 256, 128)
+# A union needs 128 tokens, here at least two.
+LEAST_TOKENS = 2 * geometry.TOKEN_TILE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
-    saved_model.add_arguments(parser, tokens=65536, shorter=f"; of stacked experts 1 / {experts.STEPS[-1]} of --tokens")
+    saved_model.add_arguments(
+        parser, *_READ, text=False, shorter=f"; of stacked experts 1 / {STEPS[-1]} of --tokens; with --serve 256"
+    )
     add = parser.add_argument
-    add(
-        "--compression",
-        type=int,
-        choices=geometry.COMPRESSIONS,
-        help="compression of the TwELL format (default: the model's, or 8)",
+    add("--serve", action="store_true", help="predict the calls of a server, of a model that vLLM serves through twell")
+    numbers = (
+        ("--prefill", "tokens of prompts or other calls", PREFILL, SERVED_PREFILL),
+        ("--decode", "sequences that decode", DECODE, SERVED_DECODE),
+        ("--training", "tokens of training steps", TRAINING, ()),
     )
-    add(
-        "--tokens-per-call",
-        type=at_least(1),
-        nargs="+",
-        metavar="M",
-        default=[1, 64, 16384],
-        help="tokens of the inference calls to predict (default: 1 64 16384)",
-    )
-    add(
-        "--training-tokens",
-        type=at_least(1),
-        nargs="+",
-        metavar="M",
-        default=[16384],
-        help="tokens of the training steps to predict (default: 16384)",
-    )
-    add("--csv", type=Path, metavar="FILE", help="write one row per layer; --help ends with a list of the columns")
+    for option, what, usual, of_servers in numbers:
+        defaults = " ".join(map(str, usual)) + f", with --serve {' '.join(map(str, of_servers)) or 'none'}"
+        add(option, type=at_least(1), nargs="*", metavar="M", help=f"{what} (default: {defaults})")
+    add("--ranks", type=at_least(1), metavar="N", default=1, help="with --serve: tensor-parallel ranks (1)")
+    add("--nnz", type=number_above(0), metavar="X", help="with --serve: non-zeros per token to assume")
+    add("--save", action="store_true", help="with --serve: write the figures of the text into config.json, for servers")
+    add("--json", type=Path, metavar="FILE", help="write figures and predictions as JSON")
     add("--plot", type=Path, metavar="FILE", help="draw a chart, PNG or SVG by suffix; needs matplotlib")
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    width = max(map(len, COLUMNS))
-    parts = {
-        "columns of the CSV, shares from 0 to 1:": COLUMNS,
-        "of layers of experts, which have those to n, tokens and mean, of a token and one of its experts, and": (
-            analyze_experts.COLUMNS
-        ),
-    }
-    parser.epilog = "\n".join(
-        line
-        for title, columns in parts.items()
-        for line in (title, *(f"  {name:<{width}}  {meaning}" for name, meaning in columns.items()))
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print. Raises RequestError before the model runs if the request cannot be met."""
-    check_file("--csv", arguments.csv, (".csv",))
+    check_file("--json", arguments.json, (".json",))
     check_file("--plot", arguments.plot, (".png", ".svg"))
     if arguments.plot is not None:
-        from twell.commands import analyze_plots
+        from twell._analyze import chart
 
-        analyze_plots.require()
-    calls = [Call(m, False) for m in dict.fromkeys(arguments.tokens_per_call)]
-    calls += [Call(m, True) for m in dict.fromkeys(arguments.training_tokens)]
+        chart.require()
+    folder = saved_model.local(arguments.model)
+    _check(arguments, folder)
+    for name, usual in zip(("tokens", "sequence", "batch"), _SERVED_READ if arguments.serve else _READ):
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, usual)
     try:
-        loaded = saved_model.load(arguments, arguments.compression, saved_model.ACTIVATION_OPTION, True)
+        analysis = (_served if arguments.serve else _plain)(arguments, folder)
     except saved_model.WithoutZeros as model:
-        table = in_use(pick_device(arguments.device))
-        wanted = {"CSV": arguments.csv, "chart": arguments.plot}
-        nothing = [f"No {what}: there are no zeros" for what, path in wanted.items() if path is not None]
-        *lines, last = without_zeros(model, requirement(model.shapes, calls, table) if model.shapes else None)
-        print(*lines, *nothing, last, sep="\n")
+        print(*_without_zeros(model, arguments), sep="\n")
         return 0
-    layers, routed = saved_model.layers(loaded.model), experts.layers(loaded.model)
-    text = saved_model.read(loaded, arguments, LEAST_TOKENS, experts.STEPS[-1] if routed else 1)
-    tallies = [experts.ExpertsTally(each, max(map(len, text.sequences))) for each in routed]
-    batches = saved_model.batches(text.sequences, arguments.batch)
-    table = in_use(next(loaded.model.parameters()).device)
-    with saved_model.progress(text.tokens, "analyze") as done:
-        reports = sparsity.analyze(loaded.model, batches, layers, done, {t.watched: t.add for t in tallies})
-    of_experts = [tally.report() for tally in tallies]
-    header = list(_header(loaded, reports, of_experts, text))
-    print(*header, sep="\n")
-    written = analyze_experts.rows(of_experts)
-    verdicts: list[str] = []
-    if reports:
-        expected = forecast(reports, calls, table)
-        print("", *_tables(reports, expected), "", *_summary(reports, expected), sep="\n")
-        written = [*rows(reports, expected.layers), *written]
-        verdicts.append(verdict(reports, expected, text.tokens, loaded.was))
-    if of_experts:
-        print("", *analyze_experts.tables(of_experts), "", sep="\n")
-        verdicts.append(analyze_experts.verdict(of_experts, text.tokens))
-    if arguments.csv is not None:
-        write_csv(arguments.csv, written)
-        print(f"CSV: {arguments.csv.absolute()}")
-    if arguments.plot is not None and reports:
-        analyze_plots.save(arguments.plot, reports, expected.layers, "\n".join(header))
+    # the verdict is the last line
+    *lines, verdict = [str(analysis)[: -len(analysis.verdict)].rstrip(), "", analysis.verdict]
+    print(*lines, sep="\n")
+    if arguments.save:
+        _save(folder, analysis.layers)
+    if arguments.json is not None:
+        _files.write_text(arguments.json, json.dumps(analysis.as_json(), indent=1) + "\n")
+        print(f"JSON: {arguments.json.absolute()}")
+    if arguments.plot is not None and analysis.layers:
+        chart.save(arguments.plot, analysis)
         print(f"Chart: {arguments.plot.absolute()}")
     elif arguments.plot is not None:
         print("No chart: it shows layers without experts")
-    print(*verdicts, sep="\n")
+    print(verdict)
     return 0
 
 
-# The report
+def _check(arguments: argparse.Namespace, folder: Path) -> None:
+    """Raise RequestError for options that do not go together or with the folder."""
+    if not arguments.serve:
+        for name, usual in (("nnz", None), ("save", False), ("ranks", 1)):
+            if getattr(arguments, name) != usual:
+                raise RequestError(f"--{name}: expected --serve, got none")
+        if arguments.text is None:
+            raise RequestError("--text: expected files or folders of text, got none; only --serve needs none")
+    elif arguments.activation is not None:
+        raise RequestError("--activation: expected no --serve, which takes a model as it is, got both")
+    json_ = arguments.json
+    if json_ is not None and json_.is_file() and folder.resolve() in json_.resolve().parents:
+        raise RequestError(f"--json: expected a new file or one outside of the model, got {str(json_)!r}")
+    if arguments.save and arguments.text is None:
+        raise RequestError("--save: expected --text, whose figures it writes, got none")
+    if arguments.save and folder != arguments.model:
+        raise RequestError("--save: expected MODEL to be a folder, got the name of one on the Hub")
+    if arguments.save and (config := folder / layouts.CONFIG).is_symlink():
+        # of a download cache, where revisions share files
+        raise RequestError(
+            f"--save: expected a {layouts.CONFIG} of the folder's own, got a link to {os.readlink(config)!r}, which "
+            "others may read; copy the model first, as by cp -rL"
+        )
+    if arguments.nnz is not None and arguments.text is not None:
+        raise RequestError("--nnz: expected no --text, which measures it, got both")
 
 
-def _header(
-    loaded: saved_model.Loaded,
-    reports: Sequence[LayerSparsity],
-    of_experts: Sequence[experts.ExpertsSparsity],
-    text: saved_model.Text,
-) -> Iterator[str]:
+def _calls(arguments: argparse.Namespace) -> list[Call]:
+    usual = (SERVED_PREFILL, SERVED_DECODE, ()) if arguments.serve else (PREFILL, DECODE, TRAINING)
+    given = (arguments.prefill, arguments.decode, arguments.training)
+    prefill, decode, training = (own if one is None else one for one, own in zip(given, usual))
+    return calls_of(prefill, decode, training, arguments.serve)
+
+
+def _counted(loaded: saved_model.Loaded, arguments: argparse.Namespace) -> tuple[Any, saved_model.Text]:
+    """The figures of layers and experts on the text, and that."""
+    watched, routed = found(loaded.model)
+    text = saved_model.read(loaded, arguments, LEAST_TOKENS, STEPS[-1] if routed else 1)
+    with saved_model.progress(text.tokens, "analyze") as done:
+        batches = saved_model.batches(text.sequences, arguments.batch, done)
+        # logits of all tokens would be the largest tensor by far
+        return report.count(loaded.model, batches, watched, routed, getattr(loaded.model, "base_model", None)), text
+
+
+def _plain(arguments: argparse.Namespace, folder: Path) -> Analysis:
+    loaded = saved_model.load(arguments, saved_model.ACTIVATION_OPTION, True)
+    (layers, experts), text = _counted(loaded, arguments)
     parameter = next(loaded.model.parameters())
-    where = f"{parameter.device}, {tuning.dtype_name(parameter.dtype)}"
-    kinds = f"{len(reports)} {_kinds(reports)} FFN layers; " if reports else ""
-    yield f"{loaded.folder.absolute().name}: {kinds}{where}"
-    shapes: dict[tuple[bool, int, int], list[int]] = {}
-    for report in reports:
-        shapes.setdefault((report.gated, report.k, report.n), []).append(report.number)
-    for (gated, k, n), numbers in shapes.items():
-        these = f"layers {', '.join(map(str, numbers))}: " if len(shapes) > 1 else ""
-        yield f"{these}{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}"
-    yield from analyze_experts.header(of_experts)
+    lines = [f"{folder.absolute().name}: {kind}" for kind in report.kinds(layers)] or [folder.absolute().name]
     if loaded.left:
-        yield f"{loaded.left[0].upper()}{loaded.left[1:]}"
+        lines.append(f"{loaded.left[0].upper()}{loaded.left[1:]}")
     if loaded.stored:
-        yield f"Files by {loaded.stored}, whose weights were dequantised: figures and times are of layers in 16 bits"
-        yield "Of quantised files sparsify and load take those in e4m3 alone (docs/float8.md)"
+        lines.append(f"Files by {loaded.stored}, whose weights were dequantised: figures and times are of 16 bits")
+        lines.append("Of quantised files sparsify and load take those in e4m3 alone (docs/float8.md)")
     if loaded.was:
-        new = _kinds(reports)
-        yield f"{new} in place of {loaded.was}, its activation in training: figures before any training with {new}"
-    yield f"Text: {text}"
+        lines.append(f"{arguments.activation} in place of {loaded.was}: figures before any training with it")
+    lines.append(f"Text: {text}; {parameter.device}, {str(parameter.dtype).removeprefix('torch.')}")
+    return report.predicted(layers, experts, _calls(arguments), in_use(parameter.device), tuple(lines))
 
 
-def _kinds(reports: Sequence[LayerSparsity]) -> str:
-    """The activations of the layers, in words."""
-    named = []
-    for report in reports:
-        level = f" (threshold {report.activation.threshold:g})" if report.activation.threshold else ""
-        named.append(NAMES_OF_FAMILY[report.activation.name] + level)
-    return " and ".join(dict.fromkeys(named))
+def _served(arguments: argparse.Namespace, folder: Path) -> Analysis:
+    content = saved_model.configuration(folder)
+    layers, requested, lines = served.read(folder, content, arguments.ranks)
+    layers, source = _figures(arguments, content, layers)
+    kinds = (f"{folder.absolute().name}: {kind}" for kind in report.kinds(layers))
+    title = (*kinds, *lines, source, *[f"Neurons are divided by {arguments.ranks} ranks"] * (arguments.ranks > 1))
+    card = in_use(pick_device(arguments.device))
+    return report.predicted(layers, [], _calls(arguments), card, title, arguments.ranks, requested)
 
 
-def _tables(reports: Sequence[LayerSparsity], expected: Forecast) -> Iterator[str]:
-    yield "Neurons that fire: values of the gate after its activation"
-    yield from aligned([figures_header(reports[0].compression), *map(figures_cells, reports)])
-    yield f"non-zeros: mean per token. > {HEAVY}, > N/{HEAVY_SHARE}: share of tokens with more. tiles: share of tiles"
-    yield "  (256 neurons of a token) that overflow. dead: share of neurons that never fired. union: share of neurons"
-    yield "  that this many consecutive tokens fire. hottest: share of the non-zeros in this many neurons."
-    yield ""
-    yield "Strategy and expected speed of the layer, dense is 1"
-    header = ["layer", *map(str, expected.speeds)]
-    yield from aligned(
-        [
-            header,
-            *(
-                [str(report.number), *(f"{each.strategy} {each.speedup:.2f}x" for each in row)]
-                for report, row in zip(reports, expected.layers, strict=True)
-            ),
-        ]
-    )
-    if any(report.gated for report in reports):
-        yield "Tokens of a call follow each other in a text, and dense computes gate and up in two products; `twell"
-        yield "  serve-check` takes small calls for tokens of many texts, and dense for one product as in servers."
-    else:
-        yield "Tokens of a call follow each other in a text."
+def _figures(
+    arguments: argparse.Namespace, content: dict[str, Any], layers: list[LayerSparsity]
+) -> tuple[list[LayerSparsity], str]:
+    """The layers with figures, and where these come from."""
+    if arguments.text is not None:
+        loaded = saved_model.load(arguments)
+        if (got := len(found(loaded.model)[0])) != len(layers):
+            raise RequestError(f"MODEL: expected the {len(layers)} layers of its files, got {got} of twell")
+        (counted, _), text = _counted(loaded, arguments)
+        kept = [dataclasses.replace(c, float8=at.float8, reason=at.reason) for c, at in zip(counted, layers)]
+        return [
+            dataclasses.replace(each, heaviest=None, candidates=None) for each in kept
+        ], f"Figures: measured on {text}"
+    try:
+        known = None if arguments.nnz is not None else layouts.measured(content, len(layers))
+    except ValueError as error:
+        raise RequestError(f"MODEL: {error}") from error
+    source = f"Figures: measured earlier, {layouts.FIGURES_KEY} of the configuration"
+    if known is None:
+        least = min(layer.n for layer in layers)
+        if (arguments.nnz or 0) > least:
+            raise RequestError(f"--nnz: expected at most {least:,}, the neurons of a layer, got {arguments.nnz:g}")
+        assumed = [arguments.nnz or ASSUMED_DENSITY * layer.n for layer in layers]
+        unions = [1 - (1 - mean / layer.n) ** geometry.TOKEN_TILE for mean, layer in zip(assumed, layers)]
+        known = [layouts.LayerFigures(mean, union, union) for mean, union in zip(assumed, unions)]
+        source = f"Figures: assumed, {assumed[0]:,.1f} non-zeros per token"
+        if arguments.nnz is None:
+            source += f", one of {1 / ASSUMED_DENSITY:.0f} neurons, whatever the model's weights"
+        source += ", tokens independent of each other; --text measures them"
+    return [
+        dataclasses.replace(layer, mean=of.nonzeros, union=of.text, mixed=of.batch)
+        for layer, of in zip(layers, known, strict=True)
+    ], source
 
 
-def _summary(reports: Sequence[LayerSparsity], expected: Forecast) -> Iterator[str]:
-    mean = sum(report.mean for report in reports) / len(reports)
-    share = sum(report.mean / report.n for report in reports) / len(reports)
-    yield f"Mean over layers: {mean:,.1f} non-zeros per token, {as_percent(share)} of the neurons"
-    listed = [report.candidates for report in reports if report.candidates is not None]
-    if listed:
-        chosen = "in the table where it is the fastest"
-        if not expected.has_screen:
-            chosen = "not in the table, which has no times of it"
-        share = sum(listed) / len(listed)
-        yield f"int8 screen: {as_percent(share)} of the neurons are candidates of 128 tokens; it is {chosen}"
-    for (call, speed), of_call in zip(expected.speeds.items(), zip(*expected.layers), strict=True):
-        dense: dict[str, list[int]] = {}
-        for report, each in zip(reports, of_call, strict=True):
-            if each.strategy == "dense":
-                dense.setdefault(each.reason, []).append(report.number)
-        count = sum(map(len, dense.values()))
-        staying = f"; {count} of {len(reports)} layers stay dense" if count else ""
-        yield f"{call}: FFNs {speed:.2f}x as fast as dense{staying}"
-        for reason, numbers in dense.items():
-            yield f"  layer{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}: {reason}"
-    known = expected.basis
-    yield ""
-    yield f"Expected from times measured on {known.machine} in 16 bits, {known.date},"
-    yield f"  {known.holds}."
-    yield from known.far
+def _save(folder: Path, layers: Sequence[LayerSparsity]) -> None:
+    """Write the figures into the configuration."""
+    content = saved_model.configuration(folder)
+    if any(each.union is None or each.mixed is None for each in layers):
+        raise RequestError("--save: expected batches of 128 tokens or more, got smaller ones")
+    entries = [[round(each.mean, 2), round(each.union or 0, 5), round(each.mixed or 0, 5)] for each in layers]
+    _files.write_text(folder / layouts.CONFIG, json.dumps(content | {layouts.FIGURES_KEY: entries}, indent=2) + "\n")
+    print(f"Figures written: {layouts.FIGURES_KEY} in {folder / layouts.CONFIG}")
 
 
-# Where a verdict begins with doubt.
-_DOUBT = "by the nearest measured layer, which is far from this model's, "
-
-
-def verdict(reports: Sequence[LayerSparsity], expected: Forecast, tokens: int, was: str = "") -> str:
-    """Whether twell pays, on which GPU and for which calls, from which figures. ``tokens``: of the text."""
-    known = expected.basis
-    if known.unknown:
-        return known.unknown
-    paying = [f"{_in_graphs(call)} ({value:.2f}x as fast)" for call, value in expected.speeds.items() if value >= PAYS]
-    others = [str(call) for call, value in expected.speeds.items() if value < PAYS]
-    mean = sum(report.mean for report in reports) / len(reports)
-    share = sum(report.mean / report.n for report in reports) / len(reports)
-    source = (
-        f"from {mean:,.1f} non-zeros per token ({as_percent(share)}) on {tokens:,} tokens and layer times of "
-        f"{known.date}"
-    )
-    if was:
-        source = f"before any training with {_kinds(reports)} in place of {was}, {source}"
-    source = f"{known.holds}; {source}"
-    far = _DOUBT if known.far else ""
-    if not paying:
-        return f"Verdict: {far}twell does not pay on {known.gpu} for {listed(others, 'or')}; {source}"
-    rest = f", not for {listed(others, 'or')}" if others else ""
-    return f"Verdict: {far}twell pays on {known.gpu} for the FFNs with {listed(paying, 'and')}{rest}; {source}"
-
-
-def _in_graphs(call: Call) -> str:
-    """A call in words, with the condition of one that is shorter than the host's work for it."""
-    return f"{call}{' in CUDA graphs' if call.tokens <= HOST_BOUND else ''}"
-
-
-def without_zeros(model: saved_model.WithoutZeros, needed: Requirement | None) -> Iterator[str]:
-    """What a model would need whose activation makes no zeros; the last line is the verdict."""
+def _without_zeros(model: saved_model.WithoutZeros, arguments: argparse.Namespace) -> Iterator[str]:
+    """The report on a model whose activation makes no zeros."""
     if model.left:
         yield f"{model.folder.absolute().name}: {model.left}"
-    if needed is None:
+    for name in ("json", "plot"):
+        if getattr(arguments, name) is not None:
+            yield f"No --{name}: there are no zeros"
+    if not model.shapes:
         yield "Verdict: twell does not pay, as it computes no layer of the model"
         return
-    known = needed.basis
-    yield f"{model.folder.absolute().name}: {len(model.shapes)} FFN layers with {model.was}, which makes no zeros"
-    yield "To gain, it takes FATReLU, ReLU, squared ReLU or dReLU in its place and training until tokens have at most"
-    yield f"so many non-zeros. A layer is then {PAYS:.2f} times as fast as dense, if tokens fire neurons independently"
-    yield "of each other; if neighbours share neurons, more may fire. More than a quarter was not measured."
-    lines = [["layer", *map(str, needed.calls)]]
-    for (gated, k, n), limit in needed.limits.items():
-        cells = [f"{most:,} ({as_percent(most / n)})" if most else "never" for most in limit]
-        lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
-    yield from aligned(lines)
-    yield "Published recipes: arXiv 2310.04564 (ReLU Strikes Back), 2402.13516 (ProSparse), 2406.05955 (TurboSparse)."
-    yield f"{saved_model.TRAINING}."
-    yield "`twell analyze --activation relu` shows the figures before any training."
-    yield from known.far
-    if known.unknown:
-        yield known.unknown
-        return
-    gated, k, n = known.most_work
-    needs = [
-        f"{most:,} ({as_percent(most / n)}) for {_in_graphs(call)}"
-        for call, most in zip(needed.calls, needed.limits[known.most_work], strict=True)
-        if most
-    ]
-    what = f"it would, trained to non-zeros per token of at most {listed(needs, 'and')}" if needs else "at no sparsity"
-    if len(needed.limits) > 1:
-        kind = "gated" if gated else "non-gated"
-        what += f", in the {kind} layers with K = {k:,}, N = {n:,}, which have most of the work"
-    yield (
-        f"Verdict: twell does not pay on {known.gpu} as {model.was} makes no zeros; {_DOUBT if known.doubtful else ''}"
-        f"{what}; {known.holds}; from layer times of {known.date}"
-    )
-
-
-# Columns whose figure has another name in ``LayerSparsity``.
-_FIELDS = {"layer": "number", "max": "most", "first_token": "first"}
-
-
-def rows(reports: Sequence[LayerSparsity], predictions: Sequence[Sequence[Prediction]]) -> list[dict[str, Any]]:
-    """One row per layer, with the columns of ``COLUMNS``; None if the text was too short for a union."""
-    found = []
-    for report, of_layer in zip(reports, predictions, strict=True):
-        known = {
-            **vars(report),
-            "kind": "gated" if report.gated else "non-gated",
-            "activation": report.activation.name,
-            "threshold": report.activation.threshold,
-            **{f"union_{tokens}": report.unions.get(tokens) for tokens in UNIONS},
-            **{f"hottest_{neurons}": share for neurons, share in report.hottest.items()},
-        }
-        row = {name: known[_FIELDS.get(name, name)] for name in COLUMNS if not name.endswith("_CALL")}
-        for each in of_layer:
-            row[f"strategy_{each.call.key}"] = each.strategy
-            row[f"speedup_{each.call.key}"] = each.speedup
-            row[f"measured_{each.call.key}"] = "x".join(map(str, each.measured))
-            row[f"why_{each.call.key}"] = each.reason
-        found.append(row)
-    return found
-
-
-def write_csv(path: Path, table: Sequence[dict[str, Any]]) -> None:
-    """Write rows, at least one; a column that a row does not have stays empty in it."""
-    with _files.replacing(path) as partial, partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(dict.fromkeys(column for row in table for column in row)))
-        writer.writeheader()
-        writer.writerows(table)
+    card = in_use(pick_device(arguments.device))
+    yield from report.requirement(model.was, model.shapes, _calls(arguments), card)

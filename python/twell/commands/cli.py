@@ -9,12 +9,12 @@ from typing import Any
 
 import twell
 from twell._runtime import geometry
-from twell.commands import analyze, serve_check, tune
+from twell.commands import analyze, tune
 from twell.commands.request import DEVICE_HELP, at_least, exit_status, number_above, number_from
 
 MODELS = (
     ("analyze", analyze, "report the sparsity of a model's layers and the speed-up to expect"),
-    ("serve-check", serve_check, "say what a server would run in each layer of a model"),
+    ("serve-check", analyze, "another name of twell analyze --serve"),
     ("tune", tune, 'measure this GPU for strategy "auto"'),
 )
 DEMO = """\
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     for name, module, summary in MODELS:
         command = commands.add_parser(name, help=summary, description=module.DESCRIPTION)
         module.add_arguments(command)
-        command.set_defaults(module=module)
+        command.set_defaults(module=module, **{"serve": True} if name == "serve-check" else {})
 
     info = commands.add_parser("info", help="show versions, devices, kernels and cache", description=INFO)
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -83,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[0] == "convert":
         parser().error("convert is a call: twell.integrations.transformers.load(SRC).save_pretrained(DST)")
     arguments = vars(parser().parse_args(given))
+    if arguments["command"] == "serve-check":
+        print("twell serve-check is `twell analyze --serve`", file=sys.stderr)
     return exit_status(f"twell {arguments['command']}", lambda: _run(**arguments))
 
 

@@ -101,26 +101,6 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def as_percent(value: float | None) -> str:
-    """A share of 1 in words; "-" for one that is not known."""
-    if value is None:
-        return "-"
-    if not value:
-        return "0"
-    percent = 100 * value
-    return "< 0.01 %" if percent < 0.01 else f"{percent:.{2 if percent < 0.995 else 1 if percent < 99.95 else 0}f} %"
-
-
-def counted(number: int, what: str) -> str:
-    """A number of things, as "1 file" or "2,048 tokens"."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def listed(parts: Sequence[str], word: str) -> str:
-    """Parts as "a, b and c"."""
-    return f" {word} ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
-
-
 def check_file(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
     """Raise RequestError unless ``path`` is None or a file with one of the suffixes can be written there."""
     if path is None:
@@ -132,9 +112,3 @@ def check_file(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
         raise RequestError(f"{option}: expected an existing folder to write to, got {str(folder)!r}")
     if path.is_dir() or not os.access(folder, os.W_OK):
         raise RequestError(f"{option}: expected a file that can be written, got {str(path)!r}")
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lay lines of cells out in columns, right-aligned, two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]

@@ -1,4 +1,4 @@
-"""A saved model and text for it: load both, and observe the inputs of each feed-forward layer.
+"""A saved model and text for it: load both.
 
 Shared by ``twell analyze`` and ``profiling.record``. Needs the extra ``hf``.
 """
@@ -6,23 +6,21 @@ Shared by ``twell analyze`` and ``profiling.record``. Needs the extra ``hf``.
 import argparse
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from twell import _configuration, _sparsify
-from twell._activation import NAMES_OF_FAMILY, RELU, Activation, activation_of
-from twell._compaction import gate_of
+from twell._activation import NAMES_OF_FAMILY, Activation
 from twell._files import files_below
 from twell._runtime.log import logger
-from twell.commands.request import DEVICE_HELP, RequestError, at_least, counted, pick_device
+from twell._text import counted
+from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
 from twell.integrations import layouts
-from twell.nn import SparseGatedMLP, SparseMLP
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -41,44 +39,6 @@ TRAINING = "examples/relufy.py of twell's repository trains the model to FATReLU
 
 # Longest sequence by default, if the model allows it.
 _SEQUENCE = 2048
-
-
-class Batch(NamedTuple):
-    """Token ids int64 [B, S], and mask bool [B, S], false for padding."""
-
-    ids: Tensor
-    mask: Tensor
-
-
-Gate = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class Watched:
-    """A module that is called with x as first argument. number: its index in the model's stack."""
-
-    name: str
-    number: int
-    module: nn.Module
-
-
-@dataclass(frozen=True, eq=False)
-class WatchedLayer(Watched):
-    """A feed-forward layer that fires where ``linear(x)`` is above the threshold of its activation.
-
-    linear: only its weight and bias count; its call may do something else. gated: whether it has an up projection
-    beside.
-    """
-
-    linear: nn.Linear
-    gated: bool
-    compression: int
-    activation: Activation = RELU
-
-    @property
-    def gate(self) -> Gate | None:
-        """What makes the gate where the model's own code does, of what the module gets; else None."""
-        return self.module._gate if getattr(self.module, "_given", False) else None  # type: ignore[return-value]
 
 
 class WithoutZeros(RequestError):
@@ -129,16 +89,16 @@ class Text(NamedTuple):
 def add_arguments(
     parser: argparse.ArgumentParser,
     tokens: int,
-    *,
     sequence: int | None = None,
     batch: int = 4,
-    served: bool = False,
+    *,
+    text: bool = True,
     shorter: str = "",
 ) -> None:
     """Add the arguments of ``load``, ``read`` and ``batches``, with the defaults of some.
 
-    ``served``: the model is one that a server takes as it is, and the text may be missing. ``shorter``: when the
-    command reads shorter sequences by default.
+    Without ``text`` it may be missing, and the command has defaults of its own. ``shorter``: when it reads shorter
+    sequences by default.
     """
     longest = f"{_SEQUENCE}, or the model's limit if lower{shorter}"
     add = parser.add_argument
@@ -152,34 +112,37 @@ def add_arguments(
         "--text",
         type=Path,
         nargs="+",
-        required=not served,
+        required=text,
         metavar="PATH",
         help="text files or folders; a fixed seed shuffles the files",
     )
-    add("--tokens", type=at_least(1), metavar="N", default=tokens, help="tokens of the text to run (%(default)s)")
+    own = {"tokens": tokens, "sequence": sequence, "batch": batch} if text else {}
+    add(
+        "--tokens",
+        type=at_least(1),
+        metavar="N",
+        default=own.get("tokens"),
+        help=f"tokens of the text to run ({tokens})",
+    )
     add(
         "--sequence",
         type=at_least(2),
         metavar="S",
-        default=sequence,
+        default=own.get("sequence"),
         help=f"tokens of a sequence (default: {sequence or longest})",
     )
-    add("--batch", type=at_least(1), metavar="B", default=batch, help="sequences of a batch (%(default)s)")
+    add("--batch", type=at_least(1), metavar="B", default=own.get("batch"), help=f"sequences of a batch ({batch})")
     add("--device", help=DEVICE_HELP)
     add("--dtype", choices=DTYPES, default="auto", help="dtype of the model (default: that of its files)")
-    if served:
-        parser.set_defaults(activation=None)
-    else:
-        add(
-            "--activation",
-            choices=("relu", "relu2", "drelu"),
-            help="put it in place of another activation; FATReLU is relu until training has found its threshold",
-        )
+    add(
+        "--activation",
+        choices=("relu", "relu2", "drelu"),
+        help="put it in place of another activation; FATReLU is relu until training has found its threshold",
+    )
 
 
 def load(
     arguments: argparse.Namespace,
-    compression: int | None = None,
     remedy: str = "No option does that here: train the model; `twell analyze` says how sparse it must become",
     experts: bool = False,
 ) -> Loaded:
@@ -235,8 +198,6 @@ def load(
         raise RequestError("MODEL: expected layers besides experts stacked in one tensor, got such experts alone")
     for layer in _sparsify.layers(model).values():
         layer.strategy = "dense"
-        if compression is not None:
-            layer.compression = compression
     stored = (content.get("quantization_config") or {}).get("quant_method", "")
     return Loaded(model.to(device).eval(), tokenizer, folder, was, left, stored)
 
@@ -309,8 +270,7 @@ def _require_causal(folder: Path, content: dict[str, Any]) -> None:
     if not own and (kind not in names or (whole and content.get("is_encoder_decoder"))):
         raise RequestError(
             f"MODEL: expected a causal language model that transformers knows, got model_type {kind!r} in "
-            f"{str(folder)!r}{f' by {whole[0]}' if whole else ''}: call sparsify on it in Python; "
-            "twell.recipe.SparsityTracker counts its zeros"
+            f"{str(folder)!r}{f' by {whole[0]}' if whole else ''}: twell.analyze counts its zeros in Python"
         )
     with _reading(folder, "a configuration"):
         if not own:
@@ -351,27 +311,6 @@ def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
         return model
     made = model if _sparsify.layers(model) else integration.sparsify(model)
     return integration.with_own(made, taken)
-
-
-def layers(model: nn.Module) -> list[WatchedLayer]:
-    """The twell layers of ``model``, in its order.
-
-    Their numbers come from their names ("model.layers.3.mlp" is 3), or count from 0 if names do not distinguish them.
-    """
-    found = _sparsify.layers(model)
-    return [_layer(name, number, module) for (name, module), number in zip(found.items(), numbers(found))]
-
-
-def numbers(names: Iterable[str]) -> list[int]:
-    """The numbers of layers with these names."""
-    found = [next((int(part) for part in name.split(".") if part.isdecimal()), -1) for name in names]
-    return list(range(len(found))) if len(set(found)) < len(found) or -1 in found else found
-
-
-def _layer(name: str, number: int, module: SparseGatedMLP | SparseMLP) -> WatchedLayer:
-    gated = isinstance(module, SparseGatedMLP)
-    activation = activation_of(module.activation, module.threshold, gated)
-    return WatchedLayer(name, number, module, gate_of(module), gated, module.compression, activation)
 
 
 @contextmanager
@@ -499,15 +438,22 @@ def _ids(path: Path, tokenizer: Any, within: bool) -> Iterator[list[int]]:
         logger.warning("the rest of a file is left out: %s", error)
 
 
-def batches(sequences: Sequence[Sequence[int]], size: int) -> Iterator[Batch]:
-    """Batches of ``size`` sequences, padded on the right to the longest in the batch."""
+def batches(
+    sequences: Sequence[Sequence[int]], size: int, done: Callable[[int], object] | None = None
+) -> Iterator[dict[str, Any]]:
+    """What a body is called with for ``size`` sequences at a time, padded on the right to the longest of them.
+
+    ``done`` is called with the number of tokens of each that has run.
+    """
     for first in range(0, len(sequences), size):
         rows = sequences[first : first + size]
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device="cpu")
-        yield Batch(
-            ids, torch.arange(longest, device="cpu") < torch.tensor([len(row) for row in rows], device="cpu")[:, None]
-        )
+        lengths = torch.tensor([len(row) for row in rows], device="cpu")
+        mask = torch.arange(longest, device="cpu") < lengths[:, None]
+        yield {"input_ids": ids, "attention_mask": None if bool(mask.all()) else mask.long(), "use_cache": False}
+        if done is not None:
+            done(int(lengths.sum()))
 
 
 @contextmanager
@@ -517,59 +463,3 @@ def progress(tokens: int, what: str) -> Iterator[Callable[[int], object]]:
 
     with tqdm(total=tokens, unit=" tokens", unit_scale=True, desc=what, disable=None) as bar:
         yield bar.update
-
-
-OnInput = Callable[..., object]
-
-
-@torch.inference_mode()
-def observe(
-    model: nn.Module,
-    watched: Sequence[Watched],
-    token_batches: Iterable[Batch],
-    on_input: OnInput,
-    done: Callable[[int], object] | None = None,
-) -> int:
-    """Run ``model`` on the batches and call ``on_input(i, x, first)`` with the input of ``watched[i]``, at every call.
-
-    x [tokens, K] has no padding; ``first``, bool [tokens], marks the first token of each sequence. Other tensors with
-    which a module is called, such as the routes of experts, follow likewise. ``done`` is called with the number of
-    tokens of each batch. Returns the number of tokens. Raises ValueError if x is not finite, or does not hold the
-    tokens of the batch, as in an expert that is a module.
-    """
-    # the body of a causal model alone: logits of all tokens would be its largest tensor by far
-    body = getattr(model, "base_model", None)
-    device = next(model.parameters()).device
-    present: Tensor | None = None
-    first = torch.empty(0, device="cpu")
-    total = 0
-
-    def hook(i: int) -> Callable[..., None]:
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = [t.reshape(-1, t.shape[-1]) for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-            if len(given[0]) != len(first):
-                raise ValueError(f"{watched[i].name}: expected the batch's {len(first)} tokens, got {len(given[0])}")
-            x, starts, *others = (t if present is None else t[present] for t in (given[0], first, *given[1:]))
-            if not bool(x.isfinite().all()):
-                raise ValueError(f"{watched[i].name}: its input is not finite in {x.dtype}; another --dtype may help")
-            on_input(i, x, starts.to(x.device), *others)
-
-        return before
-
-    handles = [layer.module.register_forward_pre_hook(hook(i), with_kwargs=True) for i, layer in enumerate(watched)]
-    try:
-        for ids, mask in token_batches:
-            first = (mask & (mask.cumsum(1) == 1)).flatten().to(device)
-            present = None if bool(mask.all()) else mask.flatten().to(device)
-            if body is None:
-                model(ids.to(device))
-            else:
-                attention = None if present is None else mask.long().to(device)
-                body(input_ids=ids.to(device), attention_mask=attention, use_cache=False)
-            total += int(mask.sum())
-            if done is not None:
-                done(int(mask.sum()))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return total

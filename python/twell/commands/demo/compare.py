@@ -10,7 +10,7 @@ from torch import Tensor
 
 from twell import testing
 from twell._runtime import geometry
-from twell.commands.request import aligned
+from twell._text import aligned
 from twell.functional import pack, sparse_gated_ffn
 from twell.nn import SparseGatedMLP
 from twell.testing import Comparison, bounds

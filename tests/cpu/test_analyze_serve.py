@@ -1,10 +1,8 @@
-"""``twell serve-check``: figures and where they come from, strategies against the table, sums, files, bad input."""
+"""``twell analyze --serve``: figures and where they come from, files as a server takes them, bad input."""
 
 import json
-import math
 import re
 import shutil
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,11 @@ pytest.importorskip("transformers")
 import saved_models
 from safetensors.torch import load_file, save_file
 
-from profiling import figures, float8
 from twell.choose import rates
-from twell.choose.site import AutoStrategy
-from twell.commands import cli, serve_check
+from twell.commands import analyze, cli
+from twell.commands.request import RequestError
 from twell.float8 import quantize
-from twell.integrations import vllm
-from twell.integrations.layouts import LayerFigures, measured
+from twell.integrations.layouts import measured
 
 SIZES = ["--prefill", "2048", "--decode", "1", "64"]
 
@@ -40,10 +36,14 @@ def llama(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-def check(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    status = cli.main(["serve-check", *map(str, words)])
-    printed = capsys.readouterr()
-    return status, printed.out, printed.err
+def check(capsys: Any, *words: object) -> str:
+    """What the command prints, or why it refuses, a line."""
+    try:
+        saved_models.run(analyze, "--serve", *words)
+    except RequestError as error:
+        return str(error)
+    printed: str = capsys.readouterr().out
+    return printed
 
 
 def configure(folder: Path, **content: Any) -> None:
@@ -80,30 +80,37 @@ def firings(folder: Path, activation: str = "relu", hidden_act_param: float = 0.
 
 
 def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
-    assert status == 0
-    assert "Figures: assumed, 1.7 non-zeros per token" in out
-    assert re.search(r"gate and up in one product for up to 512 tokens, .*;\n  `twell analyze` takes it for two", out)
+    out = check(capsys, llama, *SIZES, "--json", llama / "out.json")
+    assert "Figures: assumed, 1.7 non-zeros per token, one of 190 neurons" in out
     data = json.loads((llama / "out.json").read_text())
-    assert [(row["layer"], row["tokens"], row["decode"]) for row in data["rows"][:4]] == [
-        (0, 2048, False),
-        (0, 1, True),
-        (0, 64, True),
-        (1, 2048, False),
+    kinds = [("decoding", 1), ("decoding", 64), ("prefill", 2048)]
+    assert [(r["layer"], r["call"], r["tokens"]) for r in data["rows"]] == [
+        (i, *kind) for i in range(3) for kind in kinds
     ]
     for row in data["rows"]:
         problem = rates.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512)
         known = rates.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
-        decision = rates.decide(problem, known, None)
-        assert row["costs"] == decision.costs
-        assert (row["strategy"], row["reason"]) == decision[:2]
-        assert row["share"] == decision.costs[decision.strategy]
-    assert "assumed, 320.0 non-zeros per token, tokens" in check(capsys, llama, *SIZES, "--nnz", 320)[1]
+        assert row["seconds"] == rates.seconds(problem, known)
+        assert row["route"] == rates.decide(problem, known).strategy
+        assert row["ratio"] == row["seconds"][row["route"]] / row["seconds"]["dense"]
+    assert "assumed, 320.0 non-zeros per token, tokens" in check(capsys, llama, *SIZES, "--nnz", 320)
+    # of a rank, with half of the neurons
+    check(capsys, llama, *SIZES, "--json", llama / "two.json", "--ranks", 2)
+    row = json.loads((llama / "two.json").read_text())["rows"][0]
+    assert row["seconds"] == rates.seconds(
+        problem._replace(m=1, n=160, merged=True), known._replace(nonzeros=320 / 380)
+    )
+
+
+def test_serve_check_is_another_name(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve-check", str(llama), *SIZES]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == check(capsys, llama, *SIZES)
+    assert printed.err == "twell serve-check is `twell analyze --serve`\n"
 
 
 def test_measured_figures_are_those_of_the_gates(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save", "--tokens", 2048)
-    assert status == 0
+    out = check(capsys, llama, *SIZES, "--text", llama / "text.txt", "--save", "--tokens", 2048)
     assert "Figures: measured on 2,048 tokens of 1 file, 8 sequences of up to 256" in out
     found = measured(json.loads((llama / "config.json").read_text()), 3)
     assert found is not None
@@ -112,33 +119,9 @@ def test_measured_figures_are_those_of_the_gates(llama: Path, capsys: pytest.Cap
         assert of.text == pytest.approx(fired.view(-1, 128, 320).any(1).float().mean().item(), abs=1e-4)
         # more neurons fire on tokens of several texts, and no more than by chance
         assert of.text - 0.02 <= of.batch <= 1 - (1 - of.nonzeros / 320) ** 128
-    status, out, _ = check(capsys, llama, *SIZES)
-    assert status == 0
+    out = check(capsys, llama, *SIZES)
     assert "Figures: measured earlier, sparsity_figures of the configuration" in out
     assert f"{found[0].nonzeros:,.1f}" in out
-
-
-@pytest.mark.parametrize("decode", [False, True])
-def test_unions_are_those_that_a_server_takes_for_as_many_tokens(decode: bool) -> None:
-    layer = serve_check.Layer("model.layers.0.mlp", 0, 2048, 5632, 0.5)
-    figures = LayerFigures(30.0, 0.05, 0.4)
-    for m, union in ((1, 0.4), (512, 0.4), (1024, 0.4), (1025, 0.05), (2048, 0.05), (16384, 0.05)):
-        row = serve_check.predict(layer, figures, m, decode, ranks=2)
-        problem = rates.Problem(m, 2048, 2816, True, False, merged=m <= 512)
-        assert row.costs == rates.decide(problem, rates.Figures(15.0, union), None).costs
-        # a server's layer, as ServedStrategy.learn tells it
-        site = AutoStrategy()
-        for typical, of in ((vllm.BATCH, figures.batch), (vllm.PROMPTS, figures.text)):
-            site.observe(problem._replace(m=typical), rates.Figures(15.0, of))
-        site.choose(problem)
-        assert [choice.costs for choice in site.explain()] == [row.costs]
-
-
-def test_sums_weigh_layers_by_their_weights_and_those_beside_as_dense() -> None:
-    layers = [serve_check.Layer("a", 0, 64, 64, 1.0), serve_check.Layer("b", 1, 64, 192, 1 / 3)]
-    rows = [serve_check.Row(i, 1, True, "row", share, "", {}) for i, share in enumerate((0.2, 0.6))]
-    assert serve_check.share(layers, rows, False) == pytest.approx(0.25 * 0.2 + 0.75 * 0.6)
-    assert serve_check.share(layers, rows, True) == pytest.approx((0.25 * 0.2 + 0.75 * 0.6 + 0.5) / 1.5)
 
 
 @pytest.mark.parametrize(("model_type", "rows"), [("llama_sparse_relu", True), ("sparse_llama", False)])
@@ -146,17 +129,16 @@ def test_sparse_checkpoint_that_lies_is_measured_with_relu(
     model_type: str, rows: bool, saved: Path, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*SIZES, "--text", saved / "text.txt", "--tokens", 2048, "--batch", 4]
-    status, out, _ = check(capsys, saved, *words)
-    assert status == 0
+    out = check(capsys, saved, *words)
     configure(llama, architectures=["SparseLlamaForCausalLM"], hidden_act="silu", model_type=model_type)
     if rows:
         store_rows(llama)
     before = json.loads((llama / "config.json").read_text())
-    status, sparse, _ = check(capsys, llama, *words, "--save")
-    assert status == 0
+    sparse = check(capsys, llama, *words, "--save")
     assert "its configuration says 'silu', which is ignored" in sparse
     figures = "Figures: measured on 2,048 tokens"
-    assert out[out.index(figures) :] == sparse[sparse.index(figures) : sparse.index("Figures written")]
+    shown = sparse[sparse.index(figures) : sparse.index("Figures written")].rstrip()
+    assert out[out.index(figures) :].startswith(shown)
     written = json.loads((llama / "config.json").read_text())
     assert len(written.pop("sparsity_figures")) == 3
     # what a server knows it by stays
@@ -181,11 +163,10 @@ def test_the_family_is_served_and_measured(
         # a key of the paper's code, as its checkpoints have it
         configure(llama, sparsity_gated_mlp=True)
     words = [*SIZES, "--text", llama / "text.txt", "--save", "--tokens", 2048]
-    status, out, _ = check(capsys, llama, *words)
-    assert status == 0
+    out = check(capsys, llama, *words)
     assert f"vLLM serves {architecture} with {name}, through twell" in out
     # saved figures do not change how a model is read
-    assert check(capsys, llama, *words)[:2] == (0, out)
+    assert check(capsys, llama, *words) == out
     found = measured(json.loads((llama / "config.json").read_text()), 3)
     assert found is not None
     if activation != "relu2":
@@ -195,23 +176,20 @@ def test_the_family_is_served_and_measured(
 
 def test_odd_sizes_are_said_to_run_without_twell(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(llama, num_attention_heads=80)
-    status, out, _ = check(capsys, llama, *SIZES, "--ranks", 80)
-    assert status == 0
+    out = check(capsys, llama, *SIZES, "--ranks", 80)
     assert "vLLM serves LlamaForCausalLM with ReLU\n" in out
-    assert "All layers run as without twell: sizes of a rank: N must be a positive multiple of 8" in out
+    assert "3 of 3 layers run as without twell: sizes of a rank: N must be a positive multiple of 8" in out
 
 
 def test_broken_json_is_refused(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     configure(llama, sparsity_figures=[[1, 0.5, 0.5]] * 2 + [[10**400, 0.5, 0.5]])
-    assert "must have [non-zeros, share, share]" in check(capsys, llama)[2]
+    assert "must have [non-zeros, share, share]" in check(capsys, llama)
     (llama / "model.safetensors").unlink()
     (llama / "model.safetensors.index.json").write_text('{"weight_map": {"model.layers.0.mlp.up_proj.weight": 3}}')
-    status, _, err = check(capsys, llama)
-    assert status == 2
+    err = check(capsys, llama)
     assert 'must have a "weight_map" of tensor names to files, got' in err
     (llama / "config.json").write_text('{"a": ' + "[" * 100_000)
-    status, _, err = check(capsys, llama)
-    assert status == 2
+    err = check(capsys, llama)
     assert "must be a JSON object" in err
 
 
@@ -231,61 +209,16 @@ def quantised(folder: Path, settings: dict[str, Any], granularity: Any = "row", 
 CHANNEL = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
 
 
-def test_shares_in_e4m3_are_those_that_were_measured() -> None:
-    """Beside the fastest dense fp8, by what a checkpoint and its text tell: no heaviest tokens."""
-    found = [row for path in figures.RESULTS.glob("float8*.json") for row in json.loads(path.read_text())["rows"]]
-    points = float8.points(row for row in found if "nonzeros" in row)
-    assert len(points) == 37
-    for (m, k, n, *_), (nonzeros, union, *_), shares in points:
-        layer = serve_check.Layer("", 0, k, n, 0.0, "F8_E4M3")
-        assert union is not None
-        row = serve_check.predict(layer, LayerFigures(nonzeros, union, union), m, True, 1)
-        assert row.costs == pytest.approx(shares, rel=0.1), (m, k)
-        assert row.share == row.costs[row.strategy] == min(row.costs.values())
-        # "auto" takes the fastest
-        assert shares[row.strategy] == min(shares.values())
-        assert nonzeros / n <= rates.FLOAT8_DENSITY
-        assert serve_check._apart(layer, LayerFigures(nonzeros, union, union), 1, rates.SHIPPED)[0] <= 1
-
-
-def test_times_in_16_bits_allow_for_tokens_that_vary() -> None:
-    """Text tells no heaviest tokens, which calls wait for; neurons that tokens share tell that these vary."""
-    found = json.loads((figures.RESULTS / "tuning.json").read_text())["rows"]
-    ratios = []
-    for row in found:
-        inference = row["gated"] and not row["training"] and row["strategy"] == "row" and row["m"] >= 128
-        if inference and not row["red"] and row["nonzeros"] < row["n"] / 10:
-            layer = serve_check.Layer("", 0, row["k"], row["n"], 0.0)
-            of = LayerFigures(row["nonzeros"], row["union"], row["union"])
-            found_share = serve_check.predict(layer, of, row["m"], False, 1).costs["row"]
-            ratios.append(math.log(found_share / row["relative"]))
-    assert len(ratios) > 400
-    assert abs(statistics.fmean(ratios)) < 0.1
-
-
-@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3"])
-@pytest.mark.parametrize("size", [(2048, 5632), (64, 320)])
-@pytest.mark.parametrize("share", [0.004, 0.5])
-def test_no_verdict_far_from_what_was_measured(dtype: str, size: tuple[int, int], share: float) -> None:
-    layer, of = serve_check.Layer("", 0, *size, 0.5, dtype), LayerFigures(share * size[1], 0.3, 0.3)
-    row = serve_check.predict(layer, of, 1, True, 1)
-    *_, said = serve_check._report(Path(), [layer], [of], [row], [], 1, rates.SHIPPED)
-    far = size[0] == 64 or (share == 0.5 and layer.float8)
-    assert said.startswith(f"Verdict: {'none, too far from all measured layers' if far else 'FFNs gain'}")
-    assert ("H100" in said) == (layer.float8 and not far)
-
-
 def test_layers_in_e4m3_are_predicted(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantised(llama, CHANNEL | {"ignore": ["model.layers.1.*"]})
     # the lists of a checkpoint and its files must agree
-    assert "model.layers.1.mlp.gate_proj.weight must be BF16 or F16 or F32" in check(capsys, llama, *SIZES)[2]
+    assert "model.layers.1.mlp.gate_proj.weight must be BF16 or F16 or F32" in check(capsys, llama, *SIZES)
     configure(llama, quantization_config=None)
     (llama / "hf_quant_config.json").write_text(json.dumps({"quantization": CHANNEL}))
-    status, out, _ = check(capsys, llama, *SIZES)
-    assert status == 0
+    out = check(capsys, llama, *SIZES)
     assert "vLLM serves LlamaForCausalLM with ReLU, through twell\n" in out
     assert "3 of 3 layers have weights in e4m3: their dense is in e4m3, too, and copies no weight" in out
-    assert re.search("Predicted from times measured on .* in e4m3", out)
+    assert "by rates of NVIDIA H200" in out
 
 
 @pytest.mark.parametrize(
@@ -299,11 +232,9 @@ def test_other_formats_are_refused_with_what_to_do(
         tensors[name.replace("weight", packed)] = tensors.pop(name)[:, ::2].to(torch.uint8)
     save_file({name: t.contiguous() for name, t in tensors.items()}, llama / "model.safetensors")
     configure(llama, quantization_config=settings)
-    status, _, err = check(capsys, llama)
-    assert status == 2
+    err = check(capsys, llama)
     got = " ".join(next(iter(settings.items())))
     assert f"a scale by row, tensor or block of 128 x 128, got {got}: take a checkpoint in bfloat16 or in such" in err
-    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -318,8 +249,7 @@ def test_layers_in_e4m3_that_run_as_without_twell(
 ) -> None:
     quantised(llama, settings, granularity)
     configure(llama, dtype=dtype)
-    status, out, _ = check(capsys, llama, *SIZES)
-    assert status == 0
+    out = check(capsys, llama, *SIZES)
     assert "vLLM serves LlamaForCausalLM with ReLU\n" in out
     assert "3 of 3 layers run as without twell: " in out
     assert reason in out
@@ -327,16 +257,14 @@ def test_layers_in_e4m3_that_run_as_without_twell(
 
 def test_some_layers_may_stay_in_16_bits(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantised(llama, CHANNEL | {"ignore": ["model.layers.1.*", "model.layers.2.*"]}, layers="layers.0.")
-    status, out, _ = check(capsys, llama, *SIZES)
-    assert status == 0
+    out = check(capsys, llama, *SIZES)
     assert "1 of 3 layers have weights in e4m3" in out
-    assert "Predicted from times measured" in out
 
 
 def test_projections_of_a_layer_are_quantised_alike(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quantised(llama, CHANNEL | {"ignore": ["*.gate_proj"]}, layers="up_proj|down_proj")
     said = "model.layers.0.mlp.up_proj must be quantised as the projections beside it, which vLLM merges, got scales by"
-    assert f"{said} row and by none" in check(capsys, llama, *SIZES)[2]
+    assert f"{said} row and by none" in check(capsys, llama, *SIZES)
 
 
 def test_figures_are_not_written_through_a_link(
@@ -348,8 +276,8 @@ def test_figures_are_not_written_through_a_link(
     for path in llama.iterdir():
         (snapshot / path.name).symlink_to(path)
     before = (llama / "config.json").read_text()
-    status, _, err = check(capsys, snapshot, "--text", llama / "text.txt", "--tokens", 600, "--save")
-    assert (status, "--save: expected a config.json of the folder's own, got a link to" in err) == (2, True)
+    err = check(capsys, snapshot, "--text", llama / "text.txt", "--tokens", 600, "--save")
+    assert "--save: expected a config.json of the folder's own, got a link to" in err
     assert (llama / "config.json").read_text() == before
 
 
@@ -398,19 +326,16 @@ def test_files_that_no_server_would_take_are_refused(
 ) -> None:
     weights = change(load_file(llama / "model.safetensors"))
     save_file({name: weight.contiguous() for name, weight in weights.items()}, llama / "model.safetensors")
-    status, _, err = check(capsys, llama)
-    assert status == 2
+    err = check(capsys, llama)
     assert message in err
-    assert len(err.splitlines()) == 1
 
 
 def test_weights_of_32_bits_are_said_to_become_16(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
     warning = "vLLM turns them to 16 bits; with --dtype float32 they run as without twell"
-    assert warning in check(capsys, llama, *SIZES)[1]
+    assert warning in check(capsys, llama, *SIZES)
     weights = {name: weight.bfloat16() for name, weight in load_file(llama / "model.safetensors").items()}
     save_file(weights, llama / "model.safetensors")
-    status, out, _ = check(capsys, llama, *SIZES)
-    assert status == 0
+    out = check(capsys, llama, *SIZES)
     assert "vLLM serves LlamaForCausalLM with ReLU, through twell" in out
     assert warning not in out
 
@@ -427,9 +352,7 @@ def test_strategy_of_the_configuration_is_that_of_every_layer(
     settings: dict[str, Any], strategy: str, said: str, llama: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configure(llama, **settings)
-    status, out, _ = check(capsys, llama, *SIZES, "--json", llama / "out.json")
-    assert status == 0
+    out = check(capsys, llama, *SIZES, "--json", llama / "out.json")
     assert f"Strategy: {said} the configuration" in out
     written = json.loads((llama / "out.json").read_text())
-    assert written["strategy"] == strategy + "+invariant" * ("sparsity_invariant" in settings)
-    assert all((row["strategy"], row["share"]) == (strategy, row["costs"].get(strategy)) for row in written["rows"])
+    assert all(row["route"] == strategy for row in written["rows"])

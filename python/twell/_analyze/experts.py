@@ -1,35 +1,25 @@
-"""The sparsity of a model's stacked experts on text, and the speed to expect of it: figures of ``twell analyze``."""
+"""Counts of a layer of stacked experts, and the time of a step of decoding."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from twell import tuning
-from twell._activation import Activation
+from twell._activation import NAMES_OF_FAMILY, Activation
+from twell._analyze.layers import WatchedExperts, patterns
 from twell._runtime import geometry
+from twell._text import aligned, as_percent
 from twell.choose.plan import Facts, unpackable
-from twell.choose.rates import experts_seconds
-from twell.commands import saved_model
-from twell.commands.saved_model import Watched
-from twell.commands.sparsity import patterns
+from twell.choose.rates import Card, experts_seconds
 
 # Sequences of the steps of decoding.
 STEPS = (1, 8, 32, 64, 128, 256)
 # Positions of the sequences whose tokens form steps.
 _POSITIONS = 8
-
-
-@dataclass(frozen=True, eq=False)
-class WatchedExperts(Watched):
-    """A layer of experts. linears: of each expert the projection that its activation follows."""
-
-    linears: Sequence[nn.Linear]
-    gated: bool
-    activation: Activation
 
 
 class Step(NamedTuple):
@@ -44,9 +34,8 @@ class ExpertsSparsity:
     """The sparsity of a layer of experts. Shares are from 0 to 1.
 
     experts, top: how many there are, and of a token. zeros: share of the values after the activation, over all tokens
-    and their experts; zeros_of_experts: the least, mean and most of an expert with tokens. used: experts with tokens.
-    busiest: tokens of the busiest expert, as a multiple of an even share. effective: experts that, with even shares,
-    would have the entropy of the routes. steps: by number of sequences, up to those of the text.
+    and their experts; zeros_least, zeros_most: of an expert with tokens. used: experts with tokens. busiest: tokens of
+    the busiest expert, as a multiple of an even share. steps: by number of sequences, up to those of the text.
     """
 
     name: str
@@ -59,16 +48,11 @@ class ExpertsSparsity:
     top: int
     tokens: int
     zeros: float
-    zeros_of_experts: tuple[float, float, float]
+    zeros_least: float
+    zeros_most: float
     used: int
     busiest: float
-    effective: float
     steps: dict[int, Step]
-
-    @property
-    def mean(self) -> float:
-        """Mean non-zeros of a token and one of its experts."""
-        return (1 - self.zeros) * self.n
 
     @property
     def refusal(self) -> str:
@@ -78,33 +62,17 @@ class ExpertsSparsity:
         refusal = unpackable(Facts("sizes", n=self.n, k=self.k))
         return refusal.message if refusal else ""
 
-    def seconds(self, sequences: int) -> dict[str, float]:
-        """Predicted seconds of a step of decoding by "auto" and by grouped products, "dense"."""
+    def seconds(self, sequences: int, card: Card | None = None) -> tuple[str, dict[str, float]]:
+        """The route that a step of decoding takes, and the predicted seconds of each."""
         touched, union = self.steps[sequences]
         fired = 1 - self.zeros if self.gated else union
-        found = experts_seconds(sequences * self.top, touched, fired, self.n, self.k, self.gated)
         by_row = not self.refusal and tuning.experts_by_row(sequences, self.top, self.experts, self.gated)
-        return {"auto": found["row" if by_row else "dense"], "dense": found["dense"]}
+        found = experts_seconds(sequences * self.top, touched, fired, self.n, self.k, self.gated, card)
+        return "row" if by_row else "dense", found
 
-
-def layers(model: nn.Module) -> list[WatchedExperts]:
-    """The stacked experts of ``model`` that twell computes, numbered as ``saved_model.layers``."""
-    # it loads much of transformers
-    from twell.integrations import experts as stacked
-
-    found, watched = dict(stacked.found(model)), []
-    for (name, module), number in zip(found.items(), saved_model.numbers(found)):
-        w_gate, w_up = stacked.projections(module)
-        linears = [linear_of(weight) for weight in (w_up if w_gate is None else w_gate).detach()]
-        watched.append(WatchedExperts(name, number, module, linears, module.has_gate, stacked.activation(module)))
-    return watched
-
-
-def linear_of(weight: Tensor) -> nn.Linear:
-    """A linear layer of this weight [N, K], which is not copied."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
+    def rows(self, card: Card | None = None) -> list[tuple[int, str, dict[str, float]]]:
+        """The sequences, route and seconds of each step that is known."""
+        return [(size, *self.seconds(size, card)) for size in self.steps]
 
 
 def routes(given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -123,20 +91,19 @@ def of_experts(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
 class ExpertsTally:
     """Counts of a layer of experts so far, and some of its tokens, from which steps of decoding are made.
 
-    A step has one token of each of so many sequences, at one position. ``length``: of the sequences.
+    A step has one token of each of so many sequences, at one position; the first call has some of the longest.
     """
 
-    def __init__(self, watched: WatchedExperts, length: int) -> None:
+    def __init__(self, watched: WatchedExperts) -> None:
         self.watched = watched
         device = watched.linears[0].weight.device
         self._pairs, self._nonzeros = torch.zeros(2, len(watched.linears), dtype=torch.int64, device=device)
-        places = {max(length * (i + 1) // _POSITIONS - 1, 0) for i in range(_POSITIONS)}
-        self._positions = torch.tensor(sorted(places), device=device)
+        self._positions: Tensor | None = None
         self._tokens = self._top = self._sequences = 0
         # x, ids and position
         self._kept: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def add(self, x: Tensor, first: Tensor, *given: Tensor) -> None:
+    def watch(self, x: Tensor, first: Tensor, *given: Tensor) -> None:
         """Count tokens x [T, K], of which ``first``, bool [T], begin sequences; ``given``: their routes."""
         ids, _ = routes(given)
         for expert, tokens in of_experts(ids, len(self._pairs)):
@@ -146,14 +113,19 @@ class ExpertsTally:
         self._tokens, self._top = self._tokens + len(x), ids.shape[1]
         sequence, starts = first.cumsum(0) - 1, first.nonzero().flatten()
         place = torch.arange(len(x), device=x.device) - starts[sequence]
+        if self._positions is None:
+            length = int(place.max()) + 1
+            places = {max(length * (i + 1) // _POSITIONS - 1, 0) for i in range(_POSITIONS)}
+            self._positions = torch.tensor(sorted(places), device=x.device)
         chosen = torch.isin(place, self._positions) & (sequence + self._sequences < STEPS[-1])
         # on the CPU, as all layers keep some
         self._kept.append((x[chosen].cpu(), ids[chosen].cpu(), place[chosen].cpu()))
         self._sequences += len(starts)
 
     def _patterns(self, expert: int, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        linear = self.watched.linears[expert]
-        return patterns(x.to(linear.weight.device), linear, self.watched.activation)
+        weight = self.watched.linears[expert].weight
+        x = x.to(weight.device)
+        return patterns(self.watched.activation, lambda rows: F.linear(x[rows], weight), len(x), len(weight))
 
     def _steps(self) -> dict[int, Step]:
         x, ids, place = (torch.cat(parts) for parts in zip(*self._kept))
@@ -178,8 +150,10 @@ class ExpertsTally:
         return {s: Step(touched[s] / steps[s], fired[s] / max(touched[s] * n, 1)) for s in STEPS if steps[s]}
 
     def report(self) -> ExpertsSparsity:
-        """The figures of all tokens, at least one."""
+        """The figures of all tokens. Raises ValueError without any."""
         watched, linear = self.watched, self.watched.linears[0]
+        if not self._tokens:
+            raise ValueError(f"analyze: {watched.name} must be called with tokens, got none")
         pairs, nonzeros = self._pairs.cpu().double(), self._nonzeros.cpu().double()
         total, used = max(float(pairs.sum()), 1.0), pairs > 0
         zeros = 1 - nonzeros[used] / (pairs[used] * linear.out_features)
@@ -195,19 +169,53 @@ class ExpertsTally:
             top=self._top,
             tokens=self._tokens,
             zeros=1 - float(nonzeros.sum()) / (total * linear.out_features),
-            zeros_of_experts=(float(zeros.min()), float(zeros.mean()), float(zeros.max())),
+            zeros_least=float(zeros.min()),
+            zeros_most=float(zeros.max()),
             used=int(used.sum()),
             busiest=float(share.max()) * len(pairs),
-            effective=math.exp(-float((share * share.log()).sum())),
             steps=self._steps(),
         )
 
 
-def speedups(reports: Sequence[ExpertsSparsity]) -> dict[int, float]:
-    """Predicted speed of all layers together by "auto" over grouped products, by sequences of a step of decoding."""
+def speeds(reports: Sequence[ExpertsSparsity], card: Card | None = None) -> dict[int, tuple[str, float, float]]:
+    """Of steps of decoding that all layers know: routes in words, and seconds of these and of grouped products."""
     found = {}
-    for sequences in STEPS:
-        if all(sequences in report.steps for report in reports):
-            seconds = [report.seconds(sequences) for report in reports]
-            found[sequences] = sum(each["dense"] for each in seconds) / sum(each["auto"] for each in seconds)
+    for size in STEPS:
+        if all(size in report.steps for report in reports):
+            each = [report.seconds(size, card) for report in reports]
+            routes = " and ".join(dict.fromkeys(route for route, _ in each))
+            found[size] = routes, sum(s[route] for route, s in each), sum(s["dense"] for _, s in each)
     return found
+
+
+def tables(reports: Sequence[ExpertsSparsity], card: Card | None = None) -> Iterator[str]:
+    """The figures of layers of experts, one or more, and their times."""
+    for what in dict.fromkeys(map(kind, reports)):
+        yield f"Experts: {what}"
+    header = ["layer", "zeros", "least", "most", "used", "busiest"]
+    lines = [[*header, *(f"{'touched by ' * (size == 1)}{size}" for size in STEPS)]]
+    for each in reports:
+        touched = [each.steps.get(size) for size in STEPS]
+        lines.append(
+            [str(each.number), *map(as_percent, (each.zeros, each.zeros_least, each.zeros_most))]
+            + [f"{each.used:,} of {each.experts:,}", f"{each.busiest:.2f}x"]
+            + ["-" if step is None else f"{step.touched:,.1f}: {as_percent(step.union)}" for step in touched]
+        )
+    yield from aligned(lines)
+    yield ""
+    known = speeds(reports, card)
+    lines = [["decoding", "dense us", "route", "us", "ratio"]]
+    for size, (routes, seconds, dense) in known.items():
+        lines.append([f"{size}", f"{dense * 1e6:,.1f}", routes, f"{seconds * 1e6:,.1f}", f"{seconds / dense:.2f}"])
+    yield from aligned(lines)
+    if len(known) < len(STEPS):
+        yield f"The text has too few sequences for steps of {STEPS[len(known)]} or more; shorter ones are more."
+    for each in reports:
+        if each.refusal:
+            yield f"layer {each.number} stays dense: {each.refusal}"
+
+
+def kind(each: ExpertsSparsity) -> str:
+    """What the experts of a layer are, in words."""
+    gated, activation = "gated" if each.gated else "non-gated", NAMES_OF_FAMILY[each.activation.name]
+    return f"{each.experts:,} {gated} {activation}, {each.top} per token, K = {each.k:,}, N = {each.n:,}"

@@ -1,0 +1,279 @@
+"""``twell.analyze`` and its record: figures of layers, predicted calls, a verdict."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from twell import _sparsify
+from twell._activation import NAMES_OF_FAMILY
+from twell._analyze import experts, layers
+from twell._analyze.calls import (
+    FAR,
+    HOST_BOUND,
+    PAYS,
+    TOO_FAR,
+    Call,
+    Prediction,
+    Shape,
+    apart,
+    as_json,
+    most_nonzeros,
+    predict,
+    totals,
+)
+from twell._analyze.experts import ExpertsSparsity, ExpertsTally
+from twell._analyze.figures import LayerSparsity, Tally
+from twell._text import aligned, as_percent, listed
+from twell.choose import rates
+from twell.choose.plan import Route
+from twell.choose.rates import Card
+
+DECODE, PREFILL, TRAINING = (1, 64), (16384,), (16384,)
+
+
+def calls_of(
+    prefill: Iterable[int] = PREFILL,
+    decode: Iterable[int] = DECODE,
+    training: Iterable[int] = TRAINING,
+    served: bool = False,
+) -> list[Call]:
+    """Calls on so many tokens, or of so many sequences that decode."""
+    kinds = (("decoding", decode), ("prefill", prefill), ("training", training))
+    return [Call(kind, tokens, served) for kind, sizes in kinds for tokens in dict.fromkeys(sizes)]
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """The sparsity of a model's layers, and predictions of calls; ``str`` of it is a report with a verdict.
+
+    layers, experts: figures of layers, and of layers of stacked experts. calls: what is predicted. predictions: of each
+    layer one for each call. card: the rates behind them. title: lines about the model and its figures. ranks: of tensor
+    parallelism, which divide the neurons.
+    """
+
+    layers: list[LayerSparsity]
+    experts: list[ExpertsSparsity]
+    calls: list[Call]
+    predictions: list[list[Prediction]]
+    card: Card
+    title: tuple[str, ...] = ()
+    ranks: int = 1
+
+    @property
+    def ratios(self) -> dict[Call, float | None]:
+        """The time of all layers over that of dense ones, by call; None if it is not known."""
+        times = {call: totals(of) for call, of in zip(self.calls, zip(*self.predictions))}
+        return {call: None if taken is None else taken / dense for call, (dense, taken) in times.items()}
+
+    def __str__(self) -> str:
+        lines = list(self.title)
+        if self.layers:
+            lines += ["", *self._figures(), "", *self._times()]
+        if self.experts:
+            lines += ["", *experts.tables(self.experts, self.card)]
+        return "\n".join([*lines, "", self.verdict])
+
+    def _figures(self) -> Iterator[str]:
+        counted = any(each.tokens for each in self.layers)
+        screened = any(each.candidates is not None for each in self.layers)
+        header = [
+            "layer",
+            "non-zeros",
+            "share",
+            "union",
+            "mixed",
+            *["max", "dead"] * counted,
+            *["candidates"] * screened,
+        ]
+        lines = [header]
+        for each in self.layers:
+            more = [f"{each.most:,}", as_percent((each.dead or 0) / each.n)] if counted else []
+            more += [as_percent(each.candidates)] if screened else []
+            shares = map(as_percent, (each.mean / each.n, each.union, each.mixed))
+            lines.append([each.label, f"{each.mean:,.1f}", *shares, *more])
+        yield from aligned(lines)
+        yield "union, mixed: neurons that 128 tokens fire, which follow each other, or are of many places of a batch"
+
+    def _times(self) -> Iterator[str]:
+        lines = [["call", "dense us", "route", "us", "ratio"]]
+        stay: dict[str, list[str]] = {}
+        for call, of in zip(self.calls, zip(*self.predictions)):
+            dense, taken = totals(of)
+            routes = [each.route for each in of]
+            named = {route: routes.count(route) for route in dict.fromkeys(routes)}
+            shown = next(iter(named)) if len(named) == 1 else ", ".join(f"{n} {route}" for route, n in named.items())
+            times = ["-", "-"] if taken is None else [f"{taken * 1e6:,.1f}", f"{taken / dense:.2f}"]
+            lines.append([str(call), f"{dense * 1e6:,.1f}", shown, *times])
+            whys = (each.reason for each in of if each.route == "dense" and not each.reason.endswith("of dense's time"))
+            if reason := next(whys, ""):
+                # those of other layers have other numbers in it
+                stay.setdefault(reason, []).append(f"{call} ({routes.count('dense')} of {len(of)} layers)")
+        yield from aligned(lines)
+        known = f"{self.card.gpu} of {self.card.date[:10]}"
+        yield f"All FFNs in CUDA graphs, by rates of {known}, with down weights by rows in inference."
+        yield f"Eager calls of up to {HOST_BOUND:,} tokens may wait for the host. The rest of the model is not counted."
+        yield from (f"dense in {listed(calls, 'and')}: {reason}" for reason, calls in stay.items())
+
+    @property
+    def verdict(self) -> str:
+        """Whether twell pays, on which GPU and for which calls; the last line of the report."""
+        parts = []
+        if self.layers:
+            shares = [each.mean / each.n for each in self.layers]
+            source = f"{as_percent(sum(shares) / len(shares))} of the neurons fire"
+            parts.append(self._said("FFNs", self.ratios, apart(self.layers, self.ranks), source))
+        if self.experts:
+            known = experts.speeds(self.experts, self.card)
+            ratios = {Call("decoding", size): taken / dense for size, (_, taken, dense) in known.items()}
+            far = max(rates.MEASURED["experts"].apart(each.k, each.n) for each in self.experts)
+            zeros = sum(each.zeros for each in self.experts) / len(self.experts)
+            parts.append(self._said("experts", ratios, far, f"{as_percent(1 - zeros)} of their neurons fire"))
+        return "\n".join(f"Verdict: {part}" for part in parts)
+
+    def _said(self, what: str, ratios: Mapping[Call, float | None], far: float, source: str) -> str:
+        if far > TOO_FAR:
+            return f"none: {what} of these sizes and figures are too far from all measured, {far:.0f} times beyond"
+        pays = [f"{call} ({of:.2f})" for call, of in ratios.items() if of is not None and of * PAYS <= 1]
+        others = [str(call) for call, of in ratios.items() if of is not None and of * PAYS > 1]
+        unknown = [str(call) for call, of in ratios.items() if of is None]
+        said = f"twell pays on {self.card.gpu} for {what} in {listed(pays, 'and')} of dense's time" if pays else ""
+        said = said or f"twell does not pay on {self.card.gpu} for {what} in {listed(others or ['any call'], 'or')}"
+        said += f", not in {listed(others, 'or')}" if pays and others else ""
+        said += f"; not known: {', '.join(unknown)}" if unknown else ""
+        doubt = f"far from what was measured ({far:.0f} times beyond), " if far > FAR else ""
+        return f"{doubt}{said}; predicted for CUDA graphs, where {source}"
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as numbers and words: figures of each layer, and a row for each layer and call."""
+        return {
+            "title": list(self.title),
+            "machine": self.card.machine,
+            "ranks": self.ranks,
+            "layers": [dataclasses.asdict(each) | {"activation": _named(each)} for each in self.layers],
+            "rows": [as_json(each) for row in self.predictions for each in row],
+            "experts": [
+                dataclasses.asdict(each)
+                | {"activation": each.activation.name}
+                | {"rows": [{"sequences": s, "route": r, "seconds": t} for s, r, t in each.rows(self.card)]}
+                | {"steps": {size: step._asdict() for size, step in each.steps.items()}}
+                for each in self.experts
+            ],
+            "verdict": self.verdict,
+        }
+
+
+def _named(each: LayerSparsity) -> str:
+    """An activation with its threshold, if any."""
+    name, threshold = each.activation
+    one = not isinstance(threshold, torch.Tensor)
+    return f"{name} {threshold:g}" if one and threshold else name if one else f"{name} of thresholds"
+
+
+def analyze(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    names: _sparsify.Names | None = None,
+    prefill: Iterable[int] = PREFILL,
+    decode: Iterable[int] = DECODE,
+    training: Iterable[int] = TRAINING,
+) -> Analysis:
+    """Run ``model`` on ``batches``, count the neurons that its feed-forward layers fire, and predict what twell saves.
+
+    ``print`` the result for tables and a verdict. The model stays as it is. It may have layers of twell; else those
+    that ``sparsify_(model, names=names)`` would replace are counted, and stacked experts of transformers.
+
+    Args:
+        model: any module on any device; it is called as it is, in evaluation mode and without gradients.
+        batches: of what it is called with: tensors, tuples of arguments, or dicts of named ones. Tokens of padding by
+            an ``attention_mask`` [sequences, tokens] among them, or a ``decoder_attention_mask``, are left out.
+        names: of projections, as in ``sparsify_``; then classes that are not known count, beside layers of twell.
+        prefill, training: tokens of calls and of training steps to predict, which follow each other in a text.
+        decode: numbers of sequences that decode a token each.
+
+    Times are of CUDA graphs on the GPU model of the first parameter, or on an H200 by rates that ship; e4m3 layers have
+    none of training. Raises ValueError or TypeError as ``sparsify_`` if there are no layers, and ValueError if a layer
+    gets no tokens, some that are not finite, or only a part of a batch.
+    """
+    card = rates.in_use(next((p.device for p in model.parameters()), torch.device("cpu")))
+    calls = calls_of(prefill, decode, training)
+    counted, of_experts = count(model, batches, *layers.found(model, names))
+    title = tuple(f"{type(model).__name__}: {line}" for line in kinds(counted))
+    return predicted(counted, of_experts, calls, card, title)
+
+
+def count(
+    model: nn.Module,
+    batches: Iterable[Any],
+    watched: Sequence[layers.WatchedLayer],
+    routed: Sequence[layers.WatchedExperts] = (),
+    run: Callable[..., object] | None = None,
+) -> tuple[list[LayerSparsity], list[ExpertsSparsity]]:
+    """Count the layers and experts of ``model`` on batches, as ``layers.observe``."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    tallies = [Tally(at.n, device) for at in watched]
+    of_experts = [ExpertsTally(at) for at in routed]
+
+    def on_call(i: int, x: torch.Tensor, y: torch.Tensor, first: torch.Tensor, *others: torch.Tensor) -> None:
+        if i < len(watched):
+            tallies[i].watch(watched[i], x, y)
+        else:
+            of_experts[i - len(watched)].watch(x, first, *others)
+
+    layers.observe(model, [*watched, *routed], batches, on_call, run)
+    reports = [tally.report(at) for tally, at in zip(tallies, watched, strict=True)]
+    return reports, [tally.report() for tally in of_experts]
+
+
+def predicted(
+    found: Sequence[LayerSparsity],
+    of_experts: Sequence[ExpertsSparsity],
+    calls: Sequence[Call],
+    card: Card,
+    title: tuple[str, ...] = (),
+    ranks: int = 1,
+    requested: Route | None = None,
+) -> Analysis:
+    """The analysis of figures, with the predictions of calls."""
+    if any(each.float8 for each in found):
+        calls = [call for call in calls if call.kind != "training"]
+    predictions = [[predict(each, call, card, ranks, requested) for call in calls] for each in found]
+    return Analysis(list(found), list(of_experts), list(calls), predictions, card, title, ranks)
+
+
+def kinds(found: Sequence[LayerSparsity]) -> Iterator[str]:
+    """Lines about activations and sizes."""
+    by_kind: dict[str, list[int]] = {}
+    for each in found:
+        level = each.activation.threshold
+        name = f"{NAMES_OF_FAMILY[each.activation.name]} " if each.tokens else ""
+        name += f"(threshold {level:g}) " if not isinstance(level, torch.Tensor) and level else ""
+        what = f"{'gated' if each.gated else 'non-gated'} {name}layers, K = {each.k:,}, N = {each.n:,}"
+        by_kind.setdefault(what + ", e4m3" * each.float8, []).append(each.number)
+    for what, numbers in by_kind.items():
+        yield f"{len(numbers)} {what}" + (f" ({', '.join(map(str, numbers))})" if len(by_kind) > 1 else "")
+
+
+def requirement(was: str, shapes: Sequence[Shape], calls: Sequence[Call], card: Card) -> Iterator[str]:
+    """What layers, one or more, with an activation that makes no zeros would need to pay, and a verdict."""
+    limits = {shape: [most_nonzeros(shape, call, card) for call in calls] for shape in dict.fromkeys(shapes)}
+    most_work = max(limits, key=lambda shape: shapes.count(shape) * shape[1] * shape[2] * (2 + shape[0]))
+    yield f"{len(shapes)} FFN layers with {was}, which makes no zeros. To gain, the model takes ReLU in its place and"
+    yield "training (docs/relufy.md, arXiv 2310.04564), until its tokens have so many non-zeros at most:"
+    lines = [["layer", *map(str, calls)]]
+    for (gated, k, n), limit in limits.items():
+        cells = [f"{most:,} ({as_percent(most / n)})" if most else "never" for most in limit]
+        lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
+    yield from aligned(lines)
+    if (far := rates.MEASURED["16 bits"].apart(*most_work[1:])) > TOO_FAR:
+        yield f"Verdict: none: layers of these sizes are too far from all that were measured ({far:.0f} times beyond)"
+        return
+    needs = [f"{most:,} for {call}" for call, most in zip(calls, limits[most_work], strict=True) if most]
+    what = (
+        f"it would with non-zeros per token of at most {listed(needs, 'and')}" if needs else "it would at no sparsity"
+    )
+    yield f"Verdict: twell does not pay on {card.gpu} as {was} makes no zeros; {what}; predicted for CUDA graphs"
