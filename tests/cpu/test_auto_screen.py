@@ -5,7 +5,6 @@ import dataclasses
 import json
 import pickle
 import sys
-import types
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from tests import programs
 from tests.cpu import fake_gpu
 from twell import AutoStrategy, ops, testing
 from twell._activation import RELU
-from twell._runtime import device, program, specs
+from twell._runtime import program, specs
 from twell.choose import rates
 from twell.choose import site as sites
 from twell.choose.plan import Route
@@ -207,19 +206,13 @@ def test_copies_keep_the_screen() -> None:
 
 
 def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = timing.Device()
-    assert tune.measured_strategies(problem(tune.LEAST_SCREENED - 1), cpu) == ("row", "union")
-    gpu: Any = types.SimpleNamespace(torch_device=torch.device("cuda", 0))
-    for capability, expected in (((9, 0), True), ((8, 0), False), ((10, 0), False)):
-        monkeypatch.setattr(device, "capability", lambda index, is_of=capability: is_of)
-        assert ("union+screen" in tune.measured_strategies(problem(tune.LEAST_SCREENED), gpu)) == expected
-
-    monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
-    for kind, strategies in (("gated", ["row", "union", "union+screen"]), ("training", ["union", "union+screen"])):
-        (step,) = tune.plan([(K, N)], [kind], [300], ["topic"])
-        drawn = tune.draw("topic", 300, K, N, torch.device("cpu")).rows(0, 300)
-        rows = tune.measure_step(step, {"topic": drawn}, cpu, 0.0)
-        assert [row["strategy"] for row in rows if not row["red"]] == strategies
+    monkeypatch.setattr(tune, "LEAST_SCREENED", 300)
+    for training, routes in ((False, ("row", "union", "union+screen")), (True, ("union", "union+screen"))):
+        assert tune.sparse_routes(problem(299, training), rates.SHIPPED) == routes[:-1]
+        step = tune.Step("", problem(300, training), ("topic",))
+        drawn = tune.draw("topic", 300, K, N, torch.device("cpu"))
+        (row,) = tune.measure_step(step, {"topic": drawn}, timing.Device(), rates.SHIPPED, 0.0)
+        assert set(tune.ms_of(row)) == {"dense", *routes}
         listed = screened.count(drawn.x[:256], drawn.w_gate, None)
-        assert {row["candidates"] for row in rows} == {listed.sum().item() / (2 * N)}
-        assert json.loads(json.dumps(rows)) == rows
+        assert row["candidates"] == pytest.approx(listed.sum().item() / (2 * N), rel=1e-3)
+        assert json.loads(json.dumps(row)) == row

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import itertools
 import logging
 import re
 import shutil
@@ -24,7 +23,6 @@ from twell import tuning
 from twell._activation import RELU
 from twell._runtime import cache, device, geometry, log, packaged, program, resolve, specs
 from twell.choose import rates
-from twell.choose import site as sites
 from twell.choose.plan import Route
 from twell.commands import info
 from twell.ops import hybrid
@@ -54,14 +52,14 @@ def every_gpu(capabilities: Any) -> Any:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Capability], None]:
-    """Pretend that device 0 is a GPU of this compute capability, which no table is for."""
+    """Pretend that device 0 is a GPU of this compute capability, which no card is for."""
 
     def become(capability: Capability) -> None:
         monkeypatch.setattr(device, "capability", lambda index: capability)
         monkeypatch.setattr(device, "name", lambda index: "NVIDIA Pretended")
         monkeypatch.setattr(device, "sm_count", lambda index: 100)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        for cached in (tables._on, tables._of_gpu, log.warn_once):
+        for cached in (rates._on, log.warn_once):
             cached.cache_clear()
 
     return become
@@ -172,7 +170,7 @@ def test_auto_is_dense_without_a_table(
     assert [not why for why in found] == [capability == (9, 0)] * 2
     assert len(caplog.records) == (capability != (9, 0))
     named = f"NVIDIA Pretended (compute capability {NAMES[capability]})"
-    reason = f"costs of the sparse kernels are not known on {named}; `twell tune` measures them"
+    reason = f"rates of the sparse kernels are not known on {named}; `twell tune` measures them"
     if GPUS[capability] is None:
         reason = f"there are no sparse kernels for {named}, only for 8.x, 9.x, 10.x, 12.x"
     said = f'strategy="auto" is "dense": {reason}'
@@ -187,50 +185,19 @@ def test_auto_is_dense_without_a_table(
     assert rates.imposed_on_call("cuda", 0).endswith("12.x") == (GPUS[capability] is None)
 
 
-def test_kinds_of_calls_that_were_not_measured_are_dense(
-    gpu: Callable[[Capability], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The shipped table is of another GPU: it fills in nothing, nor does one kind of call stand in for another."""
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
-    cheap = {(False, True, 2048, 5632): {16384: {"row": (0.5, 0.0, 0.0, 0.0), "union": (0.1, 0.0, 0.0, 0.0)}}}
-    rates.write(tables.Table(cheap, "NVIDIA Pretended (100 SMs, 80 GiB)", "2026-11-23T10:00:00+00:00"))  # type: ignore[arg-type]
-    gpu((8, 0))
-    table = rates.in_use(torch.device("cuda", 0))
-    assert set(table.costs) == set(cheap)
-    for training in (False, True):
-        for gated in (False, True):
-            problem = rates.Problem(16384, 2048, 5632, gated, training)
-            for figures in (None, rates.Figures(3.0, 0.02)):
-                decision = rates.decide(problem, figures, "union", table)
-                if gated and not training:
-                    assert decision.strategy == "union"
-                    continue
-                assert decision.strategy == "dense"
-                name = tables.KINDS[training, gated]
-                assert decision.reason == (
-                    f'no times of kind "{name}" for NVIDIA Pretended; `twell tune --kinds "{name}"` measures them'
-                )
-                assert costs.costs(problem, rates.Figures(3.0, 0.02), table) == {"dense": 1.0}
-    x = torch.empty(16384, 2048, device="meta")
-    monkeypatch.setattr(tables, "in_use", lambda on: table)
-    found = [sites.without_site(x, 5632, *kind, False).strategy for kind in itertools.product((True, False), repeat=2)]
-    assert found == ["dense", "union", "dense", "dense"]
-
-
 @every_gpu([(8, 0), (9, 0)])
 def test_auto_keeps_to_what_the_family_takes(capability: Capability, gpu: Callable[[Capability], None]) -> None:
     """Neurons beyond the hybrid format's of the portable family leave "row" and dense."""
     gpu(capability)
-    table = rates.in_use(torch.device("cuda", 0))
-    assert table.union_neurons == (65536 if capability == (9, 0) else geometry.PORTABLE_UNION_NEURONS)
-    assert table.screens == (capability == (9, 0))
+    card = rates.in_use(torch.device("cuda", 0))
+    assert card.union_neurons == (65536 if capability == (9, 0) else geometry.PORTABLE_UNION_NEURONS)
+    assert card.screens == (capability == (9, 0))
     for n in (geometry.PORTABLE_UNION_NEURONS, geometry.PORTABLE_UNION_NEURONS + 8):
-        taken = n <= table.union_neurons
+        taken = n <= card.union_neurons
         for training in (False, True):
             problem = rates.Problem(16384, 2048, n, True, training)
-            assert ("union" in costs.costs(problem, rates.Figures(1.0, 0.01), table)) == taken
-            decision = rates.decide(problem, rates.Figures(1.0, 0.01), None, table)
+            assert ("union" in rates.seconds(problem, rates.Figures(1.0, 0.01), card)) == taken
+            decision = rates.decide(problem, rates.Figures(1.0, 0.01), None, card)
             assert decision.strategy == ("union" if taken else "dense" if training else decision.strategy)
             assert taken or decision.strategy != "union"
 

@@ -119,11 +119,11 @@ def test_the_plan() -> None:
     steps = tune.plan(rates.SHIPPED)
     assert len(set(steps)) == len(steps) < 150
     for kind, (shapes, counts) in tune.KINDS.items():
-        own = [step for step in steps if step.kind == kind]
-        assert {(step.k, step.n) for step in own} == set(shapes)
-        assert {step.m for step in own} == {*counts, *(() if "training" in kind else tune.FEW)}
+        own = [step.problem for step in steps if step.kind == kind]
+        assert {problem[1:3] for problem in own} == set(shapes)
+        assert {problem.m for problem in own} == {*counts, *(() if "training" in kind else tune.FEW)}
     for step in steps:
-        assert (step.m in tune.FEW) == (len(step.patterns) == 2) == rates.in_one_pass(step.problem)
+        assert (step.problem.m in tune.FEW) == (len(step.patterns) == 2) == rates.in_one_pass(step.problem)
         assert "dense" not in step.patterns or not step.problem.training
     few, many = Problem(8, 2048, 5632, True, False), Problem(4096, 2048, 5632, True, False)
     assert tune.sparse_routes(few, rates.SHIPPED) == ("row",)
@@ -216,7 +216,7 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     assert tune.run(arguments) == 1
     printed = capsys.readouterr().out
     assert "out of time before" in printed
-    assert "nothing to fit\nnot measured: inference, training, e4m3; their rates stay those of NVIDIA H200" in printed
+    assert "nothing to fit\nnot measured: e4m3, inference, training; their rates stay those of NVIDIA H200" in printed
     assert printed.endswith("\nincomplete: 0 of 6 steps; run again with --budget-s 3600\n")
     assert not list(folder.glob("*.json"))
 
@@ -244,6 +244,14 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     printed = capsys.readouterr().out
     assert re.search(r"130  RED topic union differs from dense by \d+\.\d%\n", printed)
     assert "nothing to fit" in printed
+    # a GPU of another family has no rates of steps
+    arguments.kinds = ["gated"]
+    other = dataclasses.replace(rates.SHIPPED, family="sm70")
+    monkeypatch.setattr(rates, "in_use", lambda on: other)
+    assert tune.run(arguments) == 1
+    printed = capsys.readouterr().out
+    assert "not measured: e4m3, training; so no rates are written" in printed
+    assert "wrote" not in printed
 
 
 def test_the_cards_that_ship_are_made_of_rows(small: None, folder: Path, tmp_path: Path, capsys: Any) -> None:

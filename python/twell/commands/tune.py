@@ -86,6 +86,7 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "tenth": (1 / 10, {"neuron_sigma": 0.7, "token_sigma": 0.5}),
     "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
 }
+_FEW_PATTERNS = ("topic", "wide")
 # with more tokens sparse routes of the densest pattern lose, and are slow to measure
 _MOST_TOKENS_OF_DENSE = {"gated": 64, "non-gated": 1024}
 
@@ -125,21 +126,19 @@ def draw_workload(workload: Workload, m: int, k: int, n: int, device: torch.devi
 
 def figures_of(problem: FFN, screen: bool = False) -> Figures:
     """The figures of a layer, from its gates; with ``screen`` its candidates, too."""
-    nonzeros, union, heaviest = 0, 0, 0
-    m, n = problem.x.shape[0], problem.w_gate.shape[0]
-    whole = m // geometry.TOKEN_TILE * geometry.TOKEN_TILE
-    for start in range(0, m, 16384):
-        stop = min(m, start + 16384)
-        active = F.relu(F.linear(problem.x[start:stop], problem.w_gate)) != 0
-        counts = F.pad(active.sum(1), (0, -len(active) % rates.HEAVY_GROUP)).view(-1, rates.HEAVY_GROUP).sum(1)
-        nonzeros, heaviest = nonzeros + int(counts.sum()), max(heaviest, int(counts.max()))
-        tiles = active[: max(min(whole, stop) - start, 0)]
-        if len(tiles):
-            union += int(tiles.view(-1, geometry.TOKEN_TILE, n).any(1).sum())
-    share = union * geometry.TOKEN_TILE / (whole * n) if whole else None
+    m, n, tile = len(problem.x), len(problem.w_gate), geometry.TOKEN_TILE
+    whole = m // tile * tile
+    nonzeros, fired, heaviest = 0, 0, 0
+    for x in torch.split(problem.x, 128 * tile):
+        active = F.relu(F.linear(x, problem.w_gate)) != 0
+        groups = F.pad(active.sum(1), (0, -len(active) % rates.HEAVY_GROUP)).view(-1, rates.HEAVY_GROUP).sum(1)
+        nonzeros, heaviest = nonzeros + int(groups.sum()), max(heaviest, int(groups.max()))
+        tiles = len(active) // tile
+        fired += int(active[: tiles * tile].view(tiles, tile, n).any(1).sum())
     listed = screened.count(problem.x[:whole], problem.w_gate, None) if screen and whole else None
-    candidates = None if listed is None else int(listed.sum()) * geometry.TOKEN_TILE / (whole * n)
-    return Figures(nonzeros / m, share, heaviest / min(m, rates.HEAVY_GROUP), candidates)
+    union = fired * tile / (whole * n) if whole else None
+    candidates = None if listed is None else int(listed.sum()) * tile / (whole * n)
+    return Figures(nonzeros / m, union, heaviest / min(m, rates.HEAVY_GROUP), candidates)
 
 
 class Quantised:
@@ -292,39 +291,30 @@ def ms_of(row: Row) -> dict[str, float]:
 
 
 class Step(NamedTuple):
-    """A layer and a number of tokens, measured with each of ``patterns``."""
+    """A call, measured with each of ``patterns``."""
 
-    k: int
-    n: int
     kind: str
-    m: int
+    problem: Problem
     patterns: tuple[str, ...]
 
-    @property
-    def problem(self) -> Problem:
-        kind = self.kind
-        problem = Problem(self.m, self.k, self.n, "non-gated" not in kind, "training" in kind)
-        return problem._replace(merged=True, float8=True) if kind == "e4m3" else problem
-
     def __str__(self) -> str:
-        return f"{self.k:5} x {self.n:5} {self.kind:18} M = {self.m:6}"
+        m, k, n, *_ = self.problem
+        return f"{k:5} x {n:5} {self.kind:18} M = {m:6}"
 
 
 def plan(card: Card, shapes: Sequence[Shape] | None = None, kinds: Iterable[str] = KINDS) -> list[Step]:
     """All steps on the GPU of the card, layer by layer. ``shapes`` replace those of each kind."""
     steps = []
-    for kind in kinds:
-        if kind == "e4m3" and not card.screens:
-            continue
+    for kind in (kind for kind in kinds if kind != "e4m3" or card.screens):
         own, counts = KINDS[kind]
+        gated, training, is_float8 = "non-gated" not in kind, "training" in kind, kind == "e4m3"
         for i, (k, n) in enumerate(shapes or own):
-            some = counts if shapes or kind == "e4m3" else counts[i % 2 :: 2]
-            for m in (*(FEW if "training" not in kind and (shapes or i < 2) else ()), *some):
-                step = Step(k, n, kind, m, ("topic", "wide"))
-                if not rates.in_one_pass(step.problem, card):
-                    most = len(PATTERNS) - (m > _MOST_TOKENS_OF_DENSE.get(kind, 0)) - step.problem.training
-                    step = step._replace(patterns=tuple(PATTERNS)[:most])
-                steps.append(step)
+            few = FEW if not training and (shapes or i < 2) else ()
+            for m in (*few, *(counts if shapes or is_float8 else counts[i % 2 :: 2])):
+                problem = Problem(m, k, n, gated, training, merged=is_float8, float8=is_float8)
+                most = len(PATTERNS) - (m > _MOST_TOKENS_OF_DENSE.get(kind, 0)) - training
+                patterns = _FEW_PATTERNS if rates.in_one_pass(problem, card) else tuple(PATTERNS)[:most]
+                steps.append(Step(kind, problem, patterns))
     return steps
 
 
@@ -336,8 +326,9 @@ def measure(
     ``seconds`` is the GPU time for the samples of one row.
     """
     started, done = time.monotonic(), 0
-    for (k, n), of_layer in itertools.groupby(steps, key=lambda step: step[:2]):
+    for _, of_layer in itertools.groupby(steps, key=lambda step: (step.kind, *step.problem[1:3])):
         layer_steps = list(of_layer)
+        sizes = max(step.problem for step in layer_steps)[:3]
         drawn: dict[str, FFN] = {}
         for step in layer_steps:
             if time.monotonic() - started > budget_s:
@@ -345,11 +336,8 @@ def measure(
                 return
             for pattern in step.patterns:
                 if pattern not in drawn:
-                    most = max(each.m for each in layer_steps if pattern in each.patterns)
-                    drawn[pattern] = draw(pattern, most, k, n, device.torch_device)
-            rows = measure_step(
-                step, {name: drawn[name].rows(0, step.m) for name in step.patterns}, device, card, seconds
-            )
+                    drawn[pattern] = draw(pattern, *sizes, device.torch_device)
+            rows = measure_step(step, drawn, device, card, seconds)
             done += 1
             print(
                 f"{time.monotonic() - started:4.0f} s  {done:3} of {len(steps)}  {step}  {_summary(rows)}", flush=True
@@ -358,14 +346,14 @@ def measure(
 
 
 def measure_step(step: Step, drawn: dict[str, FFN], device: timing.Device, card: Card, seconds: float) -> list[Row]:
-    """The rows of a step, one per pattern."""
+    """The rows of a step, one for each pattern."""
     rows, problem = [], step.problem
     # its recording reads the memory of the layer that it was made of
     first: tuple[Layer, timing.Recording] | None = None
-    for pattern, each in drawn.items():
-        layer = Layer(each, problem, device)
+    for pattern in step.patterns:
+        layer = Layer(drawn[pattern].rows(0, problem.m), problem, device)
         figures = layer.figures(rates.SCREENED in sparse_routes(problem, card))
-        if problem.training and figures.nonzeros * step.m > geometry.hybrid_capacity(step.m, step.n):
+        if problem.training and figures.nonzeros * problem.m > geometry.hybrid_capacity(problem.m, problem.n):
             continue
         first = first or (layer, layer.record("dense"))
         rows.append(row_of(layer, figures, pattern, card, seconds, first[1]))
@@ -608,14 +596,18 @@ def tune(
         keep(rows, card, done == len(steps))
     left = {part_of(step.problem) for step in steps[done:]}
     whole = [each for each in usable(rows) if part_of(each.problem) not in left]
+    others = {*PARTS} - {part_of(each.problem) for each in whole}
+    # those of another family would mislead
+    can_use = before.file or any(each.family == card.family for each in rates.CARDS) or others <= {"e4m3"}
     card = fitted(whole, card)
     print(report(whole, card))
-    if others := [part for part in PARTS if all(part_of(each.problem) != part for each in whole)]:
-        print(f"not measured: {', '.join(others)}; their rates stay those of {before.file or before.gpu}")
+    if others:
+        kept = f"their rates stay those of {before.file or before.gpu}" if can_use else "so no rates are written"
+        print(f"not measured: {', '.join(sorted(others))}; {kept}")
     print(card.machine)
-    if whole and write is not None:
+    if whole and can_use and write is not None:
         print(f'wrote {write(card)}; "auto" uses it in processes that start now')
     if left:
         enough = max(LONG_S, 2 * arguments.budget_s)
         print(f"incomplete: {done} of {len(steps)} steps; run again with --budget-s {enough:g}")
-    return 1 if left or not whole or any(row["red"] for row in rows) else 0
+    return 1 if left or not whole or not can_use or any(row["red"] for row in rows) else 0
