@@ -42,13 +42,16 @@ def test_the_seeds_of_a_result_are_those_of_its_commands(name: str, root: Path) 
 
 # the largest error of a prediction in the median and at nine of ten, of routes that take at most 1.3 times the best
 WITHIN = {
-    ("inference", "dense"): (0.04, 0.10),
-    ("inference", "row"): (0.08, 0.20),
-    ("inference", "union"): (0.06, 0.14),
+    ("inference", "dense"): (0.04, 0.12),
+    ("inference", "row"): (0.09, 0.21),
+    ("inference", "union"): (0.06, 0.13),
     ("inference", "union+screen"): (0.07, 0.16),
-    ("training", "dense"): (0.09, 0.17),
-    ("training", "union"): (0.06, 0.14),
-    ("training", "union+screen"): (0.06, 0.14),
+    ("training", "dense"): (0.09, 0.20),
+    ("training", "union"): (0.06, 0.16),
+    ("training", "union+screen"): (0.06, 0.16),
+    ("e4m3", "dense"): (0.04, 0.10),
+    ("e4m3", "row"): (0.07, 0.18),
+    ("e4m3", "union"): (0.06, 0.13),
 }
 
 
@@ -69,6 +72,6 @@ def test_predictions_are_near_what_was_measured(name: str, root: Path) -> None:
         median, most = WITHIN[part]
         assert statistics.median(each) < median, part
         assert sorted(each)[int(0.9 * len(each))] < most, part
-    for part in tune.PARTS[:2]:
-        losses = [loss for row in rows if tune.part_of(row.problem) == part and (loss := tune.loss_of(row, card))]
-        assert sum(losses) / sum(tune.part_of(row.problem) == part for row in rows) < 0.01
+    for part in {tune.part_of(row.problem) for row in rows}:
+        losses = [tune.loss_of(row, card) for row in rows if tune.part_of(row.problem) == part]
+        assert statistics.mean(loss for loss in losses if loss is not None) < 0.01, part
