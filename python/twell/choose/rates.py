@@ -79,9 +79,9 @@ class Rates(NamedTuple):
     Dense layers: us of a launch, products, weights, us of 10^6 values between products. One pass over few tokens: us,
     us more with a gate, us of a token and 4,096 columns. The gate GEMM: us, ns of a column of K in a wave of tiles of
     96 tokens, and of its reads where all clusters read, weights. "row": rows of neurons from L2, TB/s, and from memory,
-    those of the heaviest token, 100 GB/s, ns of a neuron and 400 tokens. "union": products, us of lists, us of 10^4
-    entries of the heaviest group, us of 10^6 entries and 2,048 columns. The int8 screen: us, TB/s of quantising, ns of
-    a column of K in a wave, products at candidates. Training steps: as above, dense first.
+    those of the heaviest token, 100 GB/s, us of 10^6 gates. "union": products, us of lists, us of 10^4
+    entries of the heaviest group, us of 10^6 entries and 2,048 columns. Quantising, TB/s. The int8 screen: us, ns of a
+    column of K in a wave, products at candidates. Training steps: as above, dense first.
     """
 
     launch: float
@@ -98,7 +98,7 @@ class Rates(NamedTuple):
     row_l2: float
     row_memory: float
     row_alone: float
-    row_list: float
+    row_pass: float
     up_flop: float
     down_flop: float
     lists: float
@@ -325,7 +325,9 @@ def _gate(problem: Problem, rates: Rates, sms: int) -> float:
     m, k, n = problem[:3]
     tokens, waves, busy = _gate_tiles(m, n, sms)
     wave = _norm(4, tokens / 96 * rates.gate_flop, busy * rates.gate_read)
-    return rates.gate_start + _norm(4, waves * k * wave / 1e3, (2 - problem.float8) * n * k / 1e6 / rates.gate_memory)
+    read = (2 - problem.float8) * n * k / 1e6 / rates.gate_memory
+    tokens_in_e4m3 = 3 * m * k / 1e6 / rates.quantise if problem.float8 else 0.0
+    return rates.gate_start + tokens_in_e4m3 + _norm(4, waves * k * wave / 1e3, read)
 
 
 def _inference(problem: Problem, figures: Figures, r: Rates, card: Card) -> dict[str, float]:
@@ -341,9 +343,9 @@ def _inference(problem: Problem, figures: Figures, r: Rates, card: Card) -> dict
     # rows of neurons from L2, as far as those that fire stay there, and those of the heaviest token by its CTAs
     row_bytes, padded = width * up * k, specs.k_class(k) / k
     fired = n * row_bytes / 1e6 * _grown(union, max(m / TILE, 1.0) ** alpha)
-    rows = m * density * n * row_bytes / 1e6 * math.sqrt(padded) / r.row_l2
+    rows = m * density * n * row_bytes * padded / 1e6 / r.row_l2
     alone = heavy * n * row_bytes * padded / 1e5 / r.row_alone
-    row = gate + r.row_list * n * math.ceil(m / 400) / 1e3 + fired / r.row_memory + _norm(2, rows, alone)
+    row = gate + r.row_pass * m * n / 1e6 + fired / r.row_memory + _norm(2, rows, alone)
     # products of tiles of tokens and the neurons that these fire
     flop = 2 * TILE / 1e6
     ups = _norm(4, tiles * (union * n + 32) * k / sms, 256 * k) * flop / r.up_flop * gated
