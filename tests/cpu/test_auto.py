@@ -140,12 +140,17 @@ def test_training_keeps_room_for_what_recent_calls_needed() -> None:
 
 
 def test_graphs_of_many_sizes_have_a_choice_each() -> None:
-    site, figures = sites.AutoStrategy(), Figures(60, None, 120)
+    site, figures, tokens = sites.AutoStrategy(), Figures(60, None, 120), (72, 80, 96, 128)
     site.observe(problem(72), figures)
-    for m in (72, 80, 96, 128):
-        assert site._peek(problem(m), record=True)[0] == rates.decide(problem(m), figures, None).strategy
-    rows = [row for row in site.explain() if row.graph]
-    assert [(row.tokens, row.strategy) for row in rows] == [("72 to 80", "row"), ("96 to 128", "dense")]
+    chosen = {m: site._peek(problem(m), record=True)[0] for m in tokens}
+    assert chosen == {m: rates.decide(problem(m), figures).strategy for m in tokens}
+    # neighbours that are alike share a row
+    alike = [[m for m in tokens if chosen[m] == route] for route in dict.fromkeys(chosen.values())]
+    assert len(alike) == 2
+    shown = [f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0]) for each in alike]
+    assert [(row.tokens, row.strategy) for row in site.explain() if row.graph] == [
+        *zip(shown, dict.fromkeys(chosen.values()))
+    ]
 
 
 def test_routes_hold_for_one_layer(chooses: Arrivals) -> None:
