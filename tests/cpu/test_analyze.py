@@ -283,7 +283,10 @@ def test_times_are_those_of_the_rates(k: int, n: int, mean: float, gated: bool) 
         if call.kind == "decoding":
             known = rates.Figures(mean, layer.mixed)
         each = calls.predict(layer, call)
-        assert each.seconds == rates.seconds(problem, known)
+        found = rates.seconds(problem, known)
+        assert each.seconds | {"dense": 0} == found | {"dense": 0}
+        # a GPU at its power limit
+        assert 1 <= each.seconds["dense"] / found["dense"] <= calls.SUSTAINED
         assert each.route == rates.decide(problem, known).strategy
         assert each.reason
         assert each.ratio == each.seconds[each.route] / each.seconds["dense"]

@@ -90,16 +90,15 @@ def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: py
     for row in data["rows"]:
         problem = rates.Problem(row["tokens"], 64, 320, True, False, merged=row["tokens"] <= 512)
         known = rates.Figures(320 / 190, 1 - (1 - 1 / 190) ** 128)
-        assert row["seconds"] == rates.seconds(problem, known)
+        assert row["seconds"] == pytest.approx(rates.seconds(problem, known), rel=0.02)
         assert row["route"] == rates.decide(problem, known).strategy
         assert row["ratio"] == row["seconds"][row["route"]] / row["seconds"]["dense"]
     assert "assumed, 320.0 non-zeros per token, tokens" in check(capsys, llama, *SIZES, "--nnz", 320)
     # of a rank, with half of the neurons
     check(capsys, llama, *SIZES, "--json", llama / "two.json", "--ranks", 2)
     row = json.loads((llama / "two.json").read_text())["rows"][0]
-    assert row["seconds"] == rates.seconds(
-        problem._replace(m=1, n=160, merged=True), known._replace(nonzeros=320 / 380)
-    )
+    problem, known = problem._replace(m=1, n=160, merged=True), known._replace(nonzeros=320 / 380)
+    assert row["seconds"] == pytest.approx(rates.seconds(problem, known), rel=0.02)
 
 
 def test_serve_check_is_another_name(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,11 @@ MOST_SHARE = 1 / 4
 # An eager call of up to so many tokens may take as long as the host's work for it (`host.json`).
 HOST_BOUND = 2048
 
+# At its power limit a GPU takes so much longer for dense products of a millisecond or more in a steady run than in the
+# short ones of `twell tune`, and no longer for those of a fifth (NVIDIA H200, 700 W: 16,384 tokens, in `auto.json`
+# beside `tuning.json`).
+SUSTAINED, SHORT, LONG = 1.13, 2e-4, 1e-3
+
 # (gated, K, N) of a layer
 Shape = tuple[bool, int, int]
 
@@ -74,6 +79,7 @@ def predict(
     if call.served and layer.float8:
         # its own dense copies a weight, that of servers does not
         seconds["dense"] = _dense(problem, card)
+    seconds["dense"] *= 1 + (SUSTAINED - 1) * min(max((seconds["dense"] - SHORT) / (LONG - SHORT), 0), 1)
     if requested is not None and requested.strategy != "auto":
         return Prediction(layer.number, call, requested.strategy, "named by the configuration", seconds)
     route, reason, _, _ = rates.decide(problem, figures, None, card)
