@@ -22,7 +22,7 @@ from twell.choose.rates import Figures, Problem, Rates
 from twell.commands import timing, tune
 from twell.commands.request import RequestError
 
-GPU = "NVIDIA H100 80GB HBM3"
+GPU = "NVIDIA H20-3e"
 MACHINE = f"{GPU} (132 SMs, 79 GiB); driver 580; torch 2.11.0; kernels 0123abcd"
 OWN = dataclasses.replace(rates.SHIPPED, machine=MACHINE, rates=Rates(*range(1, 1 + len(Rates._fields))))
 CUDA = torch.device("cuda", 0)
@@ -53,7 +53,7 @@ def test_a_users_card_serves_its_gpu(folder: Path, caplog: pytest.LogCaptureFixt
     rates._on.cache_clear()
     read = rates.in_use(CUDA)
     assert rates.as_json(read) == rates.as_json(dataclasses.replace(card, float8=rates.SHIPPED.float8))
-    assert (read.file, read.note) == (folder / "NVIDIA_H100_80GB_HBM3.json", "")
+    assert (read.file, read.note) == (folder / "NVIDIA_H20_3e.json", "")
     assert rates.read("NVIDIA GH200").rates == rates.SHIPPED.rates
     path.write_text(path.read_text().replace(card.kernels, "0" * 64))
     rates._on.cache_clear()
@@ -164,7 +164,7 @@ def test_the_fit_finds_the_rates_that_made_the_times() -> None:
     card = tune.fitted(rows, rates.SHIPPED)
     assert worst(rates.SHIPPED) > 0.2
     assert worst(card) < 0.02
-    assert all(0.92 < rate / true < 1.08 for rate, true in zip(card.rates, truth.rates))
+    assert all(0.85 < rate / true < 1.15 for rate, true in zip(card.rates, truth.rates))
     counts = ", ".join(f"{sum(tune.part_of(row.problem) == part for row in rows)} of {part}" for part in tune.PARTS)
     assert re.match(rf"{len(rows)} problems, {counts}: (.|\n)* choices lose 0\.\d% on average", tune.report(rows, card))
     inference = [row for row in rows if tune.part_of(row.problem) == "inference"]
@@ -228,7 +228,7 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     assert "not measured: training; their rates stay those of NVIDIA H200" in printed
     assert printed.endswith("\nincomplete: 5 of 6 steps; run again with --budget-s 4000\n")
     card = rates.in_use(CUDA)
-    assert card.file == folder / "NVIDIA_H100_80GB_HBM3.json"
+    assert card.file == folder / "NVIDIA_H20_3e.json"
     assert card.rates.launch != rates.SHIPPED.rates.launch
     assert card.rates.step_flop == rates.SHIPPED.rates.step_flop
 
@@ -268,8 +268,8 @@ def test_the_cards_that_ship_are_made_of_rows(small: None, folder: Path, tmp_pat
         card = shipped.card_of([shipped.read(out)])
         assert shipped.ship(card, cards) == cards
         written = [rates.card_of(each) for each in json.loads(cards.read_text())]
-        assert [each.gpu for each in written] == [rates.SHIPPED.gpu, GPU]
-        assert (written[1].kernels, written[1].date) == ("0123abcd", data["date"])
+        assert [each.gpu for each in written] == [*(each.gpu for each in rates.CARDS), GPU]
+        assert (written[-1].kernels, written[-1].date) == ("0123abcd", data["date"])
     assert "times are predicted within" in capsys.readouterr().out
     assert shipped.main(["--from", str(out)]) == 0
     shipped.write_rows(other, data["rows"], machine=rates.SHIPPED.machine, date="")

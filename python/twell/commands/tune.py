@@ -382,7 +382,7 @@ _FITTED = {"inference": ("rates", _OTHERS), "training": ("rates", _STEP), "e4m3"
 # Errors of logarithms beyond this count less than squared. A choice is soft between times as near as the temperature.
 _SCALE, _TEMPERATURE = 0.05, 0.03
 # The weights of what choices lose, and of the logarithm of what a rate changes by.
-_LOSS, _PULL = 0.5, 0.02
+_LOSS, _PULL = 0.5, 0.2
 _ROUNDS = 20
 
 
