@@ -62,8 +62,6 @@ def slow(module: Any, x: Tensor, ids: Tensor, sequences: int) -> dict[str, Any]:
     fired = [{e: x[t] @ weight[e].T > 0 for e in ids[t].tolist()} for t in range(len(x))]
     of_expert: list[list[Tensor]] = [[each[e] for each in fired if e in each] for e in range(count)]
     used = [each for each in of_expert if each]
-    zeros = [1 - float(torch.stack(each).double().mean()) for each in used]
-    shares = [len(each) / ids.numel() for each in used]
     every = torch.stack([row for each in used for row in each]).double()
     # eight positions of sequences of twelve tokens
     positions = sorted({LENGTH * i // 8 - 1 for i in range(1, 9)})
@@ -84,10 +82,7 @@ def slow(module: Any, x: Tensor, ids: Tensor, sequences: int) -> dict[str, Any]:
             steps[size] = (touched / taken, sum(unions) / len(unions))
     return {
         "zeros": 1 - float(every.mean()),
-        "zeros_least": min(zeros),
-        "zeros_most": max(zeros),
         "used": len(used),
-        "busiest": max(shares) * count,
         "steps": steps,
         "sizes": (count, n, x.shape[1], ids.shape[1]),
     }
@@ -188,7 +183,7 @@ def test_experts_in_memory_need_no_layers() -> None:
 def report_of(zeros: float, n: int = 1856, count: int = 128) -> ExpertsSparsity:
     steps = {size: Step(count * (1 - (1 - 6 / count) ** size), 1 - zeros) for size in STEPS}
     sizes = (2688, n, count, 6, 4096)
-    return ExpertsSparsity("a", 0, False, Activation("relu2"), *sizes, zeros, zeros, zeros, count, 1.0, steps)
+    return ExpertsSparsity("a", 0, False, Activation("relu2"), *sizes, zeros, count, steps)
 
 
 def test_the_verdict_follows_the_zeros() -> None:

@@ -216,7 +216,7 @@ def test_layers_in_e4m3_are_predicted(llama: Path, capsys: pytest.CaptureFixture
     (llama / "hf_quant_config.json").write_text(json.dumps({"quantization": CHANNEL}))
     out = check(capsys, llama, *SIZES)
     assert "vLLM serves LlamaForCausalLM with ReLU, through twell\n" in out
-    assert "3 of 3 layers have weights in e4m3: their dense is in e4m3, too, and copies no weight" in out
+    assert "3 of 3 layers have weights in e4m3: so has their dense, which copies no weight" in out
     assert "by rates of NVIDIA H200" in out
 
 
@@ -330,7 +330,7 @@ def test_files_that_no_server_would_take_are_refused(
 
 
 def test_weights_of_32_bits_are_said_to_become_16(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    warning = "vLLM turns them to 16 bits; with --dtype float32 they run as without twell"
+    warning = "vLLM turns them to 16; with --dtype float32 they run as without twell"
     assert warning in check(capsys, llama, *SIZES)
     weights = {name: weight.bfloat16() for name, weight in load_file(llama / "model.safetensors").items()}
     save_file(weights, llama / "model.safetensors")

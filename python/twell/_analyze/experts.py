@@ -34,8 +34,7 @@ class ExpertsSparsity:
     """The sparsity of a layer of experts. Shares are from 0 to 1.
 
     experts, top: how many there are, and of a token. zeros: share of the values after the activation, over all tokens
-    and their experts; zeros_least, zeros_most: of an expert with tokens. used: experts with tokens. busiest: tokens of
-    the busiest expert, as a multiple of an even share. steps: by number of sequences, up to those of the text.
+    and their experts. used: experts with tokens. steps: by number of sequences, up to those of the text.
     """
 
     name: str
@@ -48,10 +47,7 @@ class ExpertsSparsity:
     top: int
     tokens: int
     zeros: float
-    zeros_least: float
-    zeros_most: float
     used: int
-    busiest: float
     steps: dict[int, Step]
 
     @property
@@ -97,7 +93,8 @@ class ExpertsTally:
     def __init__(self, watched: WatchedExperts) -> None:
         self.watched = watched
         device = watched.linears[0].weight.device
-        self._pairs, self._nonzeros = torch.zeros(2, len(watched.linears), dtype=torch.int64, device=device)
+        self._pairs = torch.zeros(len(watched.linears), dtype=torch.int64, device=device)
+        self._nonzeros = torch.zeros((), dtype=torch.int64, device=device)
         self._positions: Tensor | None = None
         self._tokens = self._top = self._sequences = 0
         # x, ids and position
@@ -109,7 +106,7 @@ class ExpertsTally:
         for expert, tokens in of_experts(ids, len(self._pairs)):
             self._pairs[expert] += len(tokens)
             for _, pattern in self._patterns(expert, x[tokens]):
-                self._nonzeros[expert] += pattern.sum()
+                self._nonzeros += pattern.sum()
         self._tokens, self._top = self._tokens + len(x), ids.shape[1]
         sequence, starts = first.cumsum(0) - 1, first.nonzero().flatten()
         place = torch.arange(len(x), device=x.device) - starts[sequence]
@@ -151,30 +148,12 @@ class ExpertsTally:
 
     def report(self) -> ExpertsSparsity:
         """The figures of all tokens. Raises ValueError without any."""
-        watched, linear = self.watched, self.watched.linears[0]
+        at, (n, k) = self.watched, self.watched.linears[0].weight.shape
         if not self._tokens:
-            raise ValueError(f"analyze: {watched.name} must be called with tokens, got none")
-        pairs, nonzeros = self._pairs.cpu().double(), self._nonzeros.cpu().double()
-        total, used = max(float(pairs.sum()), 1.0), pairs > 0
-        zeros = 1 - nonzeros[used] / (pairs[used] * linear.out_features)
-        share = pairs[used] / total
-        return ExpertsSparsity(
-            name=watched.name,
-            number=watched.number,
-            gated=watched.gated,
-            activation=watched.activation,
-            k=linear.in_features,
-            n=linear.out_features,
-            experts=len(pairs),
-            top=self._top,
-            tokens=self._tokens,
-            zeros=1 - float(nonzeros.sum()) / (total * linear.out_features),
-            zeros_least=float(zeros.min()),
-            zeros_most=float(zeros.max()),
-            used=int(used.sum()),
-            busiest=float(share.max()) * len(pairs),
-            steps=self._steps(),
-        )
+            raise ValueError(f"analyze: {at.name} must be called with tokens, got none")
+        zeros = 1 - int(self._nonzeros) / max(int(self._pairs.sum()) * n, 1)
+        counts = len(self._pairs), self._top, self._tokens, zeros, int((self._pairs > 0).sum())
+        return ExpertsSparsity(at.name, at.number, at.gated, at.activation, k, n, *counts, self._steps())
 
 
 def speeds(reports: Sequence[ExpertsSparsity], card: Card | None = None) -> dict[int, tuple[str, float, float]]:
@@ -192,21 +171,17 @@ def tables(reports: Sequence[ExpertsSparsity], card: Card | None = None) -> Iter
     """The figures of layers of experts, one or more, and their times."""
     for what in dict.fromkeys(map(kind, reports)):
         yield f"Experts: {what}"
-    header = ["layer", "zeros", "least", "most", "used", "busiest"]
-    lines = [[*header, *(f"{'touched by ' * (size == 1)}{size}" for size in STEPS)]]
+    lines = [["layer", "zeros", "used", *(f"{'touched by ' * (size == 1)}{size}" for size in STEPS)]]
     for each in reports:
         touched = [each.steps.get(size) for size in STEPS]
-        lines.append(
-            [str(each.number), *map(as_percent, (each.zeros, each.zeros_least, each.zeros_most))]
-            + [f"{each.used:,} of {each.experts:,}", f"{each.busiest:.2f}x"]
-            + ["-" if step is None else f"{step.touched:,.1f}: {as_percent(step.union)}" for step in touched]
-        )
+        cells = ["-" if step is None else f"{step.touched:,.1f}: {as_percent(step.union)}" for step in touched]
+        lines.append([str(each.number), as_percent(each.zeros), f"{each.used:,} of {each.experts:,}", *cells])
     yield from aligned(lines)
     yield ""
     known = speeds(reports, card)
     lines = [["decoding", "dense us", "route", "us", "ratio"]]
     for size, (routes, seconds, dense) in known.items():
-        lines.append([f"{size}", f"{dense * 1e6:,.1f}", routes, f"{seconds * 1e6:,.1f}", f"{seconds / dense:.2f}"])
+        lines.append([str(size), f"{dense * 1e6:,.1f}", routes, f"{seconds * 1e6:,.1f}", f"{seconds / dense:.2f}"])
     yield from aligned(lines)
     if len(known) < len(STEPS):
         yield f"The text has too few sequences for steps of {STEPS[len(known)]} or more; shorter ones are more."

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,39 +26,57 @@ _UP = re.compile(r"(?P<layer>(?:^|.*\.)(?P<number>\d+)\..*)up_proj\.weight$")
 _PROJECTION = re.compile(r"((?:^|.*\.)\d+\..*(?:gate|up|down)_proj)\.")
 
 
-def read(folder: Path, content: dict[str, Any], ranks: int) -> tuple[list[LayerSparsity], Route, tuple[str, ...]]:
+def read(folder: Path, content: dict[str, Any], ranks: int) -> tuple[list[LayerSparsity], Route, list[str]]:
     """The layers of a checkpoint without figures, what its configuration asks for, and lines about both.
 
     Raises RequestError if vLLM would not serve it through twell, or not on so many ranks.
     """
-    served = _require_served(content)
+    lines = [_served(content)]
     try:
         # predictions know no candidates, and so no screen
         requested = layouts.route_of(content)._replace(screen=False)
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"MODEL: {error}") from error
-    found, dtypes = layers_of(folder, content)
+        found, dtypes = layers_of(folder, content)
+    except (FileNotFoundError, NotImplementedError, TypeError, ValueError) as error:
+        raise error if isinstance(error, RequestError) else RequestError(f"MODEL: {error}") from error
     _require_stated(found, content)
-    _require_divided(found, content, ranks)
+    parts = {layer.n: "neurons" for layer in found}
+    if isinstance(heads := content.get("num_attention_heads"), int):
+        parts[heads] = "attention heads"
+    for number, what in parts.items():
+        if number % ranks:
+            raise RequestError(f"--ranks: expected a divisor of the {number} {what}, got {ranks}")
     for i, layer in enumerate(found):
         facts = Facts("sizes of a rank", n=layer.n // ranks, k=layer.k, float8=layer.float8)
         if not layer.reason and (refusal := unpackable(facts, instead="")):
             found[i] = dataclasses.replace(layer, reason=refusal.message)
-    through = "" if all(layer.reason for layer in found) else ", through twell"
-    return found, requested, (f"{served}{through}", *_remarks(found, requested, dtypes))
+    lines[0] += "" if all(layer.reason for layer in found) else ", through twell"
+    for reason, count in Counter(layer.reason for layer in found if layer.reason).items():
+        lines.append(f"{count} of {len(found)} layers run as without twell: {reason}")
+    if count := sum(layer.float8 for layer in found):
+        lines.append(f"{count} of {len(found)} layers have weights in e4m3: so has their dense, which copies no weight")
+    if "F32" in dtypes:
+        lines.append("Its weights are 32-bit: vLLM turns them to 16; with --dtype float32 they run as without twell")
+    if requested.invariant:
+        lines.append('Strategy: "row" with sparsity_invariant of the configuration, with the times of "row" without')
+    elif requested.strategy != "auto":
+        lines.append(f'Strategy: "{requested.strategy}", sparsity_strategy of the configuration')
+    return found, requested, lines
 
 
-def _require_served(content: dict[str, Any]) -> str:
-    """How vLLM serves a model of this configuration through twell, in words.
-
-    Raises RequestError if it does not.
-    """
+def _served(content: dict[str, Any]) -> str:
+    """How vLLM serves a model of this configuration through twell, in words. Raises RequestError if it does not."""
     named = content.get("architectures") or []
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise RequestError(f"MODEL: architectures must be a list of names, got {named!r}")
-    activation = layouts.activation(content)
+    activation, key = layouts.activation(content), _configuration.THRESHOLD_KEY
     if activation == "fatrelu":
-        _require_threshold(content)
+        if (threshold := content.get(key)) is None:
+            raise RequestError(f'MODEL: a configuration with "fatrelu" must have its threshold, {key}')
+        try:
+            for dtype in PACKED_DTYPES:
+                activation_of("fatrelu", threshold).level(dtype)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"MODEL: {key}: {error}") from error
     if sparse := [name for name in named if name in vllm.SPARSE]:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
@@ -69,112 +87,77 @@ def _require_served(content: dict[str, Any]) -> str:
     alike = [name for name in named if name in vllm.LLAMA_LIKE]
     if alike and activation in vllm.ACTIVATIONS:
         return f"vLLM serves {alike[0]} with {NAMES_OF_FAMILY[activation]}"
+    said = f"vLLM serves it without twell{f'; {saved_model.TRAINING}' if alike else ''}"
     if activation in vllm.ACTIVATIONS:
         said = "vLLM may serve it through twell, but only layers with a gate of these models are predicted"
-    else:
-        said = f"vLLM serves it without twell{f'; {saved_model.TRAINING}' if alike else ''}"
     raise RequestError(
         f"MODEL: expected {', '.join(vllm.SPARSE)} or a Llama-like model with {', '.join(vllm.ACTIVATIONS)}, got "
         f"{', '.join(named) or 'no architectures'} with {activation!r}: {said}"
     )
 
 
-def _require_threshold(content: dict[str, Any]) -> None:
-    """Raise RequestError unless the threshold of FATReLU in a configuration is one that layers of 16 bits take."""
-    threshold = content.get(_configuration.THRESHOLD_KEY)
-    if threshold is None:
-        raise RequestError(
-            f'MODEL: a configuration with "fatrelu" must have its threshold, {_configuration.THRESHOLD_KEY}'
-        )
-    try:
-        activation = activation_of("fatrelu", threshold)
-        for dtype in PACKED_DTYPES:
-            activation.level(dtype)
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"MODEL: {_configuration.THRESHOLD_KEY}: {error}") from error
-
-
 def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity], set[str]]:
     """The gated layers of a checkpoint with this configuration, from the headers of its files, and their dtypes there.
 
-    Raises RequestError if they are not sound, or if vLLM would not load them.
+    Raises RequestError if vLLM would not load them, and as the readers of files.
     """
-    try:
-        headers = [layouts.read_header(path) for path in layouts.weight_files(folder)]
-        tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
-        # files of other formats have other names and shapes
-        schemes = _schemes(folder, content, tensors)
-        by_weight = layouts.folder_layouts(folder)
-    except (FileNotFoundError, NotImplementedError, ValueError) as error:
-        raise RequestError(f"MODEL: {error}") from error
-    if not set(content.get("architectures") or ()) & set(vllm.SPARSE):
-        for name, layout in by_weight.items():
-            if layout == "rows":
-                raise RequestError(
-                    f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except "
-                    f"for {' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; load and "
-                    "save_pretrained of twell.integrations.transformers turn them"
-                )
-    dtype = content.get("dtype", content.get("torch_dtype"))
+    headers = [layouts.read_header(path) for path in layouts.weight_files(folder)]
+    tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
+    # files of other formats have other names and shapes
+    quantised = content.get("quantization_config") or content.get("compression_config")
+    beside = folder / _MODELOPT
+    settings = layouts.read_json(beside) if not quantised and beside.is_file() else content
+    projections = dict.fromkeys(match[1] for name in tensors if (match := _PROJECTION.match(name)))
+    schemes = {projection: float8_layouts.how(settings, projection) for projection in projections}
+    for name, layout in layouts.folder_layouts(folder).items():
+        if layout == "rows" and not set(content.get("architectures") or ()) & set(vllm.SPARSE):
+            raise RequestError(
+                f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except for "
+                f"{' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; load and save_pretrained of "
+                "twell.integrations.transformers turn them"
+            )
     found, used = [], set()
     for name, up in tensors.items():
         match = _UP.match(name)
         if match is None:
             continue
-        weights = [tensors.get(f"{match['layer']}{which}_proj.weight") for which in ("gate", "up", "down")]
         form = None
-        for which, weight in zip(("gate", "up", "down"), weights, strict=True):
+        for which in ("gate", "up", "down"):
             projection = f"{match['layer']}{which}_proj"
+            weight, scheme = tensors.get(f"{projection}.weight"), schemes.get(projection)
+            kind, dtypes = (scheme.granularity, (_E4M3,)) if scheme else ("", _DTYPES)
             if weight is None or len(weight.shape) != 2 or 0 in weight.shape:
                 got = "none" if weight is None else str(list(weight.shape))
-                raise RequestError(
-                    f"MODEL: {projection}.weight must be a matrix of at least one row and column, got {got}"
-                )
-            scheme = schemes[projection]
-            kind, dtypes = (scheme.granularity, (_E4M3,)) if scheme else ("", _DTYPES)
-            if weight.dtype not in dtypes:
-                raise RequestError(
-                    f"MODEL: {projection}.weight must be {' or '.join(dtypes)} for vLLM to serve it through twell, got "
-                    f"{weight.dtype}"
-                )
-            if form not in (None, kind):
-                raise RequestError(
-                    f"MODEL: {projection} must be quantised as the projections beside it, which vLLM merges, got "
-                    f"scales by {kind or 'none'} and by {form or 'none'}"
-                )
-            form = kind
-        n, k = up.shape
+                said = f"{projection}.weight must be a matrix of at least one row and column, got {got}"
+            elif weight.dtype not in dtypes:
+                expected = f"{' or '.join(dtypes)} for vLLM to serve it through twell"
+                said = f"{projection}.weight must be {expected}, got {weight.dtype}"
+            elif form not in (None, kind):
+                got = f"scales by {kind or 'none'} and by {form or 'none'}"
+                said = f"{projection} must be quantised as the projections beside it, which vLLM merges, got {got}"
+            else:
+                form = kind
+                continue
+            raise RequestError(f"MODEL: {said}")
         reason = ""
         if form == "block":
             reason = "weights in e4m3 must have a scale for each row, or one in all, got scales of blocks"
-        elif form and dtype == "float16":
+        elif form and content.get("dtype", content.get("torch_dtype")) == "float16":
             reason = "the model must be in bfloat16 with weights in e4m3, got float16"
+        n, k = up.shape
         where = match["layer"].rstrip("."), int(match["number"])
         found.append(LayerSparsity(*where, True, k, n, float8=up.dtype == _E4M3, reason=reason))
         used.add(up.dtype)
-    if not found:
-        raise RequestError(f"MODEL: expected layers with gate_proj and up_proj in {str(folder)!r}, got none")
-    found.sort(key=lambda layer: layer.number)
-    for one, other in itertools.pairwise(found):
-        if one.number == other.number:
-            raise RequestError(f"MODEL: each layer must have a number of its own, got {one.name} and {other.name}")
-    return found, used
-
-
-def _schemes(folder: Path, content: dict[str, Any], names: Iterable[str]) -> dict[str, float8_layouts.Scheme | None]:
-    """How the weight of each projection of an FFN among these tensors is stored.
-
-    Raises NotImplementedError, which says what to do, for formats besides 16 bits and e4m3, and ValueError.
-    """
-    quantised = content.get("quantization_config") or content.get("compression_config")
-    beside = folder / _MODELOPT
-    settings = layouts.read_json(beside) if not quantised and beside.is_file() else content
-    found = dict.fromkeys(match[1] for name in names if (match := _PROJECTION.match(name)))
-    return {projection: float8_layouts.how(settings, projection) for projection in found}
+    return sorted(found, key=lambda layer: layer.number), used
 
 
 def _require_stated(found: Sequence[LayerSparsity], content: dict[str, Any]) -> None:
     """Raise RequestError unless the layers are those that the configuration states."""
+    if not found:
+        raise RequestError("MODEL: expected layers with gate_proj and up_proj, got none")
+    for one, other in itertools.pairwise(found):
+        if one.number == other.number:
+            raise RequestError(f"MODEL: each layer must have a number of its own, got {one.name} and {other.name}")
     count = content.get("num_hidden_layers", len(found))
     numbers = [layer.number for layer in found]
     if count != len(found) or numbers != list(range(len(found))):
@@ -182,37 +165,8 @@ def _require_stated(found: Sequence[LayerSparsity], content: dict[str, Any]) -> 
             f"MODEL: files must have the layers of the configuration, num_hidden_layers = {count!r}, got "
             f"{len(found)} layers from {numbers[0]} to {numbers[-1]}"
         )
-    width = layouts.intermediate_size(content)
+    stated = {"hidden_size": content.get("hidden_size"), "intermediate_size": layouts.intermediate_size(content)}
     for layer in found:
-        for key, stated, got in (
-            ("hidden_size", content.get("hidden_size"), layer.k),
-            ("intermediate_size", width, layer.n),
-        ):
-            if stated not in (None, got):
-                raise RequestError(f"MODEL: {layer.name} must have the configuration's {key}, {stated!r}, got {got}")
-
-
-def _require_divided(found: Sequence[LayerSparsity], content: dict[str, Any], ranks: int) -> None:
-    """Raise RequestError unless vLLM can divide neurons and heads by the ranks."""
-    parts = {layer.n: f"{layer.n} neurons" for layer in found}
-    heads = content.get("num_attention_heads")
-    if isinstance(heads, int):
-        parts[heads] = f"{heads} attention heads"
-    for number, what in parts.items():
-        if number % ranks:
-            raise RequestError(f"--ranks: expected a divisor of the {what}, got {ranks}")
-
-
-def _remarks(found: Sequence[LayerSparsity], requested: Route, dtypes: set[str]) -> Iterator[str]:
-    """What else a server makes of the layers."""
-    for reason, count in Counter(layer.reason for layer in found if layer.reason).items():
-        yield f"{count} of {len(found)} layers run as without twell: {reason}"
-    if count := sum(layer.float8 for layer in found):
-        yield f"{count} of {len(found)} layers have weights in e4m3: their dense is in e4m3, too, and copies no weight"
-    if "F32" in dtypes:
-        yield "Its weights are 32-bit: vLLM turns them to 16 bits; with --dtype float32 they run as without twell"
-    if requested.invariant:
-        yield 'Strategy: "row" with sparsity_invariant of the configuration'
-        yield 'No time of that was measured: its times are those of "row", which may be faster'
-    elif requested.strategy != "auto":
-        yield f'Strategy: "{requested.strategy}", sparsity_strategy of the configuration'
+        for (key, value), got in zip(stated.items(), (layer.k, layer.n)):
+            if value not in (None, got):
+                raise RequestError(f"MODEL: {layer.name} must have the configuration's {key}, {value!r}, got {got}")
