@@ -108,7 +108,7 @@ def test_figures_are_those_of_plain_loops(
         steps = expected.pop("steps")
         count, n, k, top = expected.pop("sizes")
         assert [row[name] for name in ("experts", "n", "k", "top", "tokens")] == [count, n, k, top, TOKENS]
-        assert row["activation"] == ("relu2" if nemotron else "relu")
+        assert row["activation"] == ("squared ReLU" if nemotron else "ReLU")
         # a token near two experts may take another one in a batch
         for name, value in expected.items():
             assert row[name] == pytest.approx(value, rel=0.01), name
@@ -192,10 +192,10 @@ def test_the_verdict_follows_the_zeros() -> None:
 
     sparse, dense, odd = report_of(0.907), dataclasses.replace(report_of(0.0), gated=True), report_of(0.907, 1852)
     line = verdict(sparse, sparse)
-    assert line.startswith("Verdict: twell pays on NVIDIA H200 for experts in decoding 1 (0.5")
+    assert line.startswith("Verdict: twell pays on NVIDIA H100 for experts in decoding 1 (0.5")
     assert line.endswith("9.3 % of their neurons fire")
     assert "not in decoding 8, decoding 32, decoding 64, decoding 128 or decoding 256" in verdict(dense)
-    assert verdict(odd).startswith("Verdict: twell does not pay on NVIDIA H200 for experts in decoding 1, decoding 8")
+    assert verdict(odd).startswith("Verdict: twell does not pay on NVIDIA H100 for experts in decoding 1, decoding 8")
     assert any("stays dense: sizes: N must be a" in part for part in experts.tables([odd]))
     assert verdict(dataclasses.replace(sparse, k=200)).startswith(
         "Verdict: far from what was measured (7 times beyond)"

@@ -60,6 +60,11 @@ class Prediction:
         """The time of the route over that of dense; None if it is not known."""
         return self.seconds[self.route] / self.seconds["dense"] if self.route in self.seconds else None
 
+    def as_json(self) -> dict[str, object]:
+        """It in words and numbers."""
+        call = {"call": self.call.kind, "tokens": self.call.tokens}
+        return dataclasses.asdict(self) | call | {"ratio": self.ratio}
+
 
 def predict(
     layer: LayerSparsity, call: Call, card: Card | None = None, ranks: int = 1, requested: Route | None = None
@@ -139,9 +144,3 @@ def totals(predictions: Sequence[Prediction]) -> tuple[float, float | None]:
     taken = [each.seconds.get(each.route) for each in predictions]
     known = [each for each in taken if each is not None]
     return sum(each.seconds["dense"] for each in predictions), sum(known) if len(known) == len(taken) else None
-
-
-def as_json(prediction: Prediction) -> dict[str, object]:
-    """A prediction in words and numbers."""
-    own = dataclasses.asdict(prediction) | {"call": prediction.call.kind, "tokens": prediction.call.tokens}
-    return own | {"ratio": prediction.ratio}

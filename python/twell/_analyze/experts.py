@@ -1,5 +1,6 @@
 """Counts of a layer of stacked experts, and the time of a step of decoding."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,9 +67,15 @@ class ExpertsSparsity:
         found = experts_seconds(sequences * self.top, touched, fired, self.n, self.k, self.gated, card)
         return "row" if by_row else "dense", found
 
-    def rows(self, card: Card | None = None) -> list[tuple[int, str, dict[str, float]]]:
-        """The sequences, route and seconds of each step that is known."""
-        return [(size, *self.seconds(size, card)) for size in self.steps]
+    def as_json(self, card: Card | None = None) -> dict[str, object]:
+        """It in words and numbers, with a row for each step."""
+        steps = {size: step._asdict() for size, step in self.steps.items()}
+        rows = [dict(zip(("sequences", "route", "seconds"), (size, *self.seconds(size, card)))) for size in steps]
+        return dataclasses.asdict(self) | {
+            "activation": NAMES_OF_FAMILY[self.activation.name],
+            "steps": steps,
+            "rows": rows,
+        }
 
 
 def routes(given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell._activation import RELU, Activation
+from twell._activation import NAMES_OF_FAMILY, RELU, Activation
 from twell._analyze.layers import WatchedLayer, patterns
 from twell._runtime import geometry, specs
 from twell.choose.plan import PACKED_DTYPES
@@ -53,6 +53,12 @@ class LayerSparsity:
     def label(self) -> str:
         """Its number if that is in its name, else the name."""
         return str(self.number) if str(self.number) in self.name.split(".") else self.name or "-"
+
+    @property
+    def form(self) -> str:
+        """Its activation in words."""
+        name, level = NAMES_OF_FAMILY[self.activation.name], self.activation.threshold
+        return f"{name} (threshold {level:g})" if not isinstance(level, Tensor) and level else name
 
     @property
     def work(self) -> int:

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from twell import _sparsify
-from twell._activation import NAMES_OF_FAMILY
 from twell._analyze import experts, layers
 from twell._analyze.calls import (
     FAR,
@@ -20,7 +19,6 @@ from twell._analyze.calls import (
     Prediction,
     Shape,
     apart,
-    as_json,
     most_nonzeros,
     predict,
     totals,
@@ -78,24 +76,21 @@ class Analysis:
         return "\n".join([*lines, "", self.verdict])
 
     def _figures(self) -> Iterator[str]:
-        counted = any(each.tokens for each in self.layers)
-        screened = any(each.candidates is not None for each in self.layers)
-        header = [
-            "layer",
-            "non-zeros",
-            "share",
-            "union",
-            "mixed",
-            *["max", "dead"] * counted,
-            *["candidates"] * screened,
+        rows = [
+            {
+                "layer": each.label,
+                "non-zeros": f"{each.mean:,.1f}",
+                "share": as_percent(each.mean / each.n),
+                "union": as_percent(each.union),
+                "mixed": as_percent(each.mixed),
+                "max": "-" if each.most is None else f"{each.most:,}",
+                "dead": as_percent(None if each.dead is None else each.dead / each.n),
+                "candidates": as_percent(each.candidates),
+            }
+            for each in self.layers
         ]
-        lines = [header]
-        for each in self.layers:
-            more = [f"{each.most:,}", as_percent((each.dead or 0) / each.n)] if counted else []
-            more += [as_percent(each.candidates)] if screened else []
-            shares = map(as_percent, (each.mean / each.n, each.union, each.mixed))
-            lines.append([each.label, f"{each.mean:,.1f}", *shares, *more])
-        yield from aligned(lines)
+        names = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
+        yield from aligned([names, *([row[name] for name in names] for row in rows)])
         yield "union, mixed: neurons that 128 tokens fire, which follow each other, or are of many places of a batch"
 
     def _times(self) -> Iterator[str]:
@@ -104,8 +99,8 @@ class Analysis:
         for call, of in zip(self.calls, zip(*self.predictions)):
             dense, taken = totals(of)
             routes = [each.route for each in of]
-            named = {route: routes.count(route) for route in dict.fromkeys(routes)}
-            shown = next(iter(named)) if len(named) == 1 else ", ".join(f"{n} {route}" for route, n in named.items())
+            named = [f"{routes.count(route)} {route}" for route in dict.fromkeys(routes)]
+            shown = ", ".join(named) if len(named) > 1 else routes[0]
             times = ["-", "-"] if taken is None else [f"{taken * 1e6:,.1f}", f"{taken / dense:.2f}"]
             lines.append([str(call), f"{dense * 1e6:,.1f}", shown, *times])
             whys = (each.reason for each in of if each.route == "dense" and not each.reason.endswith("of dense's time"))
@@ -125,27 +120,16 @@ class Analysis:
         if self.layers:
             shares = [each.mean / each.n for each in self.layers]
             source = f"{as_percent(sum(shares) / len(shares))} of the neurons fire"
-            parts.append(self._said("FFNs", self.ratios, apart(self.layers, self.ranks), source))
+            parts.append(_said("FFNs", self.card.gpu, self.ratios, apart(self.layers, self.ranks), source))
         if self.experts:
             known = experts.speeds(self.experts, self.card)
             ratios = {Call("decoding", size): taken / dense for size, (_, taken, dense) in known.items()}
-            far = max(rates.MEASURED["experts"].apart(each.k, each.n) for each in self.experts)
+            measured = rates.MEASURED["experts"]
+            far = max(measured.apart(each.k, each.n) for each in self.experts)
             zeros = sum(each.zeros for each in self.experts) / len(self.experts)
-            parts.append(self._said("experts", ratios, far, f"{as_percent(1 - zeros)} of their neurons fire"))
+            source = f"{as_percent(1 - zeros)} of their neurons fire"
+            parts.append(_said("experts", measured.gpu or self.card.gpu, ratios, far, source))
         return "\n".join(f"Verdict: {part}" for part in parts)
-
-    def _said(self, what: str, ratios: Mapping[Call, float | None], far: float, source: str) -> str:
-        if far > TOO_FAR:
-            return f"none: {what} of these sizes and figures are too far from all measured, {far:.0f} times beyond"
-        pays = [f"{call} ({of:.2f})" for call, of in ratios.items() if of is not None and of * PAYS <= 1]
-        others = [str(call) for call, of in ratios.items() if of is not None and of * PAYS > 1]
-        unknown = [str(call) for call, of in ratios.items() if of is None]
-        said = f"twell pays on {self.card.gpu} for {what} in {listed(pays, 'and')} of dense's time" if pays else ""
-        said = said or f"twell does not pay on {self.card.gpu} for {what} in {listed(others or ['any call'], 'or')}"
-        said += f", not in {listed(others, 'or')}" if pays and others else ""
-        said += f"; not known: {', '.join(unknown)}" if unknown else ""
-        doubt = f"far from what was measured ({far:.0f} times beyond), " if far > FAR else ""
-        return f"{doubt}{said}; predicted for CUDA graphs, where {source}"
 
     def as_json(self) -> dict[str, Any]:
         """All of it as numbers and words: figures of each layer, and a row for each layer and call."""
@@ -153,24 +137,26 @@ class Analysis:
             "title": list(self.title),
             "machine": self.card.machine,
             "ranks": self.ranks,
-            "layers": [dataclasses.asdict(each) | {"activation": _named(each)} for each in self.layers],
-            "rows": [as_json(each) for row in self.predictions for each in row],
-            "experts": [
-                dataclasses.asdict(each)
-                | {"activation": each.activation.name}
-                | {"rows": [{"sequences": s, "route": r, "seconds": t} for s, r, t in each.rows(self.card)]}
-                | {"steps": {size: step._asdict() for size, step in each.steps.items()}}
-                for each in self.experts
-            ],
+            "layers": [dataclasses.asdict(each) | {"activation": each.form} for each in self.layers],
+            "rows": [each.as_json() for row in self.predictions for each in row],
+            "experts": [each.as_json(self.card) for each in self.experts],
             "verdict": self.verdict,
         }
 
 
-def _named(each: LayerSparsity) -> str:
-    """An activation with its threshold, if any."""
-    name, threshold = each.activation
-    one = not isinstance(threshold, torch.Tensor)
-    return f"{name} {threshold:g}" if one and threshold else name if one else f"{name} of thresholds"
+def _said(what: str, gpu: str, ratios: Mapping[Call, float | None], far: float, source: str) -> str:
+    """A verdict, from the times over dense's, and from how far layers are from what was measured."""
+    if far > TOO_FAR:
+        return f"none: {what} of these sizes and figures are too far from all measured, {far:.0f} times beyond"
+    pays = [f"{call} ({of:.2f})" for call, of in ratios.items() if of is not None and of * PAYS <= 1]
+    others = [str(call) for call, of in ratios.items() if of is not None and of * PAYS > 1]
+    unknown = [str(call) for call, of in ratios.items() if of is None]
+    said = f"twell pays on {gpu} for {what} in {listed(pays, 'and')} of dense's time" if pays else ""
+    said = said or f"twell does not pay on {gpu} for {what} in {listed(others or ['any call'], 'or')}"
+    said += f", not in {listed(others, 'or')}" if pays and others else ""
+    said += f"; not known: {', '.join(unknown)}" if unknown else ""
+    doubt = f"far from what was measured ({far:.0f} times beyond), " if far > FAR else ""
+    return f"{doubt}{said}; predicted for CUDA graphs, where {source}"
 
 
 def analyze(
@@ -249,9 +235,7 @@ def kinds(found: Sequence[LayerSparsity]) -> Iterator[str]:
     """Lines about activations and sizes."""
     by_kind: dict[str, list[int]] = {}
     for each in found:
-        level = each.activation.threshold
-        name = f"{NAMES_OF_FAMILY[each.activation.name]} " if each.tokens else ""
-        name += f"(threshold {level:g}) " if not isinstance(level, torch.Tensor) and level else ""
+        name = f"{each.form} " * bool(each.tokens)
         what = f"{'gated' if each.gated else 'non-gated'} {name}layers, K = {each.k:,}, N = {each.n:,}"
         by_kind.setdefault(what + ", e4m3" * each.float8, []).append(each.number)
     for what, numbers in by_kind.items():
@@ -270,10 +254,8 @@ def requirement(was: str, shapes: Sequence[Shape], calls: Sequence[Call], card: 
         lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
     yield from aligned(lines)
     if (far := rates.MEASURED["16 bits"].apart(*most_work[1:])) > TOO_FAR:
-        yield f"Verdict: none: layers of these sizes are too far from all that were measured ({far:.0f} times beyond)"
+        yield f"Verdict: none: layers of these sizes are too far from all measured, {far:.0f} times beyond"
         return
-    needs = [f"{most:,} for {call}" for call, most in zip(calls, limits[most_work], strict=True) if most]
-    what = (
-        f"it would with non-zeros per token of at most {listed(needs, 'and')}" if needs else "it would at no sparsity"
-    )
-    yield f"Verdict: twell does not pay on {card.gpu} as {was} makes no zeros; {what}; predicted for CUDA graphs"
+    needs = [f"{most:,} (for {call})" for call, most in zip(calls, limits[most_work], strict=True) if most]
+    what = f"with at most {listed(needs, 'and')} non-zeros per token" if needs else "at no sparsity"
+    yield f"Verdict: twell does not pay on {card.gpu} as {was} makes no zeros; it would {what}, in CUDA graphs"

@@ -119,12 +119,13 @@ class Rates(NamedTuple):
 class Measured(NamedTuple):
     """The layers that rates were fitted to: hidden sizes, neurons of all hidden sizes, and the most of them that fired.
 
-    k, weights: of K and K * N, from and to. share: of the neurons, for a token.
+    k, weights: of K and K * N, from and to. share: of the neurons, for a token. gpu: if it is another than the card's.
     """
 
     k: tuple[int, int]
     weights: tuple[int, int]
     share: float
+    gpu: str = ""
 
     def apart(self, k: int, n: int, share: float = 0.0) -> float:
         """The largest factor by which a layer is beyond these; 1 within."""
@@ -135,8 +136,8 @@ class Measured(NamedTuple):
 # of cards that ship, by the width of weights: 16 bits, e4m3, and experts
 MEASURED = {
     "16 bits": Measured((768, 5120), (768 * 3072, 5120 * 13824), 0.2),
-    "e4m3": Measured((2048, 4096), (2048 * 5632, 4096 * 14336), 0.0059),
-    "experts": Measured((1024, 2688), (1024 * 2688, 2688 * 1856), 1.0),
+    "e4m3": Measured((2048, 4096), (2048 * 5632, 4096 * 14336), 0.12),
+    "experts": Measured((1024, 2688), (1024 * 2688, 2688 * 1856), 1.0, "NVIDIA H100"),
 }
 
 # products of cuBLAS: tiles of tokens and neurons, and parts of K
@@ -417,8 +418,6 @@ WORST_CASE_PREMIUM, ASSUMED_DENSITY = 1.25, 1 / 190
 # much: at 64 tokens, with 10 % of the neurons firing, a step of a served 8B model took 2.6 times stock's time (NVIDIA
 # H200, `engine_ten.json`). Fewer tokens take one pass, which loses little, and more the bounded "union".
 UNSURE_GRAPHS = range(specs.DECODE_TOKENS[-1] + 1, 513)
-# The largest share of neurons that fire for a token of which times in e4m3 are known (`float8.json`).
-FLOAT8_DENSITY = 0.0059
 
 
 class Decision(NamedTuple):
