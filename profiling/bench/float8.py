@@ -22,6 +22,7 @@ from twell.commands import timing, tune
 from twell.commands.request import at_least
 from twell.commands.timing import Call
 from twell.testing import Comparison, workloads
+from twell.testing.quantised import Quantised
 
 NAME = "profiling.bench float8"
 DESCRIPTION = """\
@@ -88,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     variants.add_arguments(parser, 1.0)
 
 
-class Weights(tune.Quantised):
+class Weights(Quantised):
     """The same layer in e4m3 and in 16 bits."""
 
     def wide(self, x: Tensor, strategy: Any) -> Tensor:

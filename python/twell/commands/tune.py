@@ -23,18 +23,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import twell
-from twell import float8, testing
-from twell._activation import RELU
+from twell import testing
 from twell._runtime import cache, fingerprint, geometry
 from twell._runtime import device as driver
 from twell.choose import rates
 from twell.choose.rates import Card, Figures, Problem, Rates
 from twell.commands import timing
 from twell.commands.request import RequestError, number_above, pick_device
-from twell.float8 import Float8
-from twell.ops import e4m3, screened
+from twell.ops import screened
 from twell.testing import FFN, Workload
+from twell.testing.quantised import Quantised
 
 DESCRIPTION = """\
 Measure the time of each route on this GPU, and write the rates by which "auto" then chooses on GPUs of this model. It
@@ -139,48 +137,6 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
     union = fired * tile / (whole * n) if whole else None
     candidates = None if listed is None else int(listed.sum()) * tile / (whole * n)
     return Figures(nonzeros / m, union, heaviest / min(m, rates.HEAVY_GROUP), candidates)
-
-
-class Quantised:
-    """A gated layer in e4m3, as sparse calls and as dense products of servers read it."""
-
-    def __init__(self, problem: FFN) -> None:
-        self.problem = problem
-        self.gate, self.up, down = map(twell.quantize, (problem.w_gate, problem.w_up, problem.w_down.t()))
-        self.down = Float8(down.values.t().contiguous().t(), down.scale)
-        # as torch._scaled_mm reads it: in another layout each call would copy it
-        self.stored = Float8(down.values.contiguous(), down.scale)
-        both = torch.cat((self.gate.values.view(torch.uint8), self.up.values.view(torch.uint8)))
-        self.both = Float8(both.view(float8.E4M3), torch.cat((self.gate.scale, self.up.scale)))
-
-    def dense(
-        self,
-        x: Tensor,
-        strategy: object = "dense",
-        merged: bool = True,
-        quantise: Callable[..., tuple[Tensor, Tensor]] = e4m3.tokens_in_float8,
-        hidden: Callable[..., tuple[Tensor, Tensor]] = e4m3.hidden_in_float8,
-    ) -> Tensor:
-        """y by products of ``torch._scaled_mm`` and fused passes; on a CPU by sums in float32."""
-        if x.device.type != "cuda":
-            layer = e4m3.layer_of(x, (self.gate, self.up, self.stored), float8.NO_BIASES)
-            return e4m3.dense(layer, RELU, True)[0]
-        tokens = quantise(x)
-        if merged:
-            gate, up = e4m3.product(*tokens, self.both.values, self.both.scale).chunk(2, 1)
-        else:
-            gate, up = (e4m3.product(*tokens, w.values, w.scale) for w in (self.gate, self.up))
-        return e4m3.product(*hidden(gate, up), self.stored.values, self.stored.scale)
-
-    def sparse(self, x: Tensor, strategy: Any) -> Tensor:
-        """y by a strategy of twell."""
-        y: Tensor = twell.sparse_gated_ffn(x, self.gate, self.up, self.down, strategy=strategy)
-        return y
-
-    def rounded(self, x: Tensor) -> FFN:
-        """The layer on x with the gates of the quantised one."""
-        tokens = float8.quantize_tokens(x).dequantize(torch.bfloat16)
-        return self.problem._replace(x=tokens, w_gate=self.gate.dequantize(torch.bfloat16))
 
 
 class Layer:
