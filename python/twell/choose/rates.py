@@ -364,7 +364,7 @@ def _screen(problem: Problem, listed: float, r: Rates, sms: int) -> float:
     """us of the int8 screen and the gates of the candidates that it lists."""
     m, k, n = problem[:3]
     waves = -(-(-(-m // 256) * -(-n // 256)) // (sms // 2))
-    sampled = -(-m // TILE) * (listed * n + 32) * k * 2 * TILE / 1e6 / r.sampled_flop / sms
+    sampled = -(-m // TILE) * (min(listed, 1) * n + 32) * k * 2 * TILE / 1e6 / r.sampled_flop / sms
     return r.screen_start + 3 * (n + m) * k / 1e6 / r.quantise + waves * k * r.int8_wave / 1e3 + sampled
 
 
