@@ -306,12 +306,13 @@ def test_reasons_for_dense() -> None:
 
 
 def test_layers_together_take_the_sum_of_their_times() -> None:
-    layers = [layer_of(9, 0.1), layer_of(9, 0.1, 4096, 11008), layer_of(9, 0.1, gated=False)]
-    call = Call("prefill", 16384)
-    analysis = report.predicted(layers, [], [call], rates.SHIPPED)
+    layers, call = (
+        [layer_of(9, 0.1), layer_of(9, 0.1, 4096, 11008), layer_of(9, 0.1, gated=False)],
+        Call("prefill", 16384),
+    )
     each = [calls.predict(layer, call) for layer in layers]
     expected = sum(p.seconds[p.route] for p in each) / sum(p.seconds["dense"] for p in each)
-    assert analysis.ratios == {call: pytest.approx(expected)}
+    assert report.predicted(layers, [], [call], rates.SHIPPED).ratios == {call: pytest.approx(expected)}
     assert min(p.ratio or 1 for p in each) < expected < 1
 
 
@@ -366,30 +367,8 @@ def test_the_requirement_is_of_the_layers_with_most_work(first: bool) -> None:
 # The command
 
 
-def test_command_reports_every_layer(llama: Path, words: Path, tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "a.json"
-    options = ("--text", words, "--tokens", 600, "--sequence", 100, "--json", file)
-    assert run(analyze, llama, *options, "--decode", 1, 64, 1) == 0
-    printed = capsys.readouterr().out
-    for part in ("3 gated ReLU layers, K = 64, N = 320", "600 tokens of", "6 sequences", "union", "candidates", "dead"):
-        assert part in printed
-    assert printed.splitlines()[-1].startswith("Verdict: none: FFNs of these sizes")
-    data = json.loads(file.read_text())
-    assert [row["name"] for row in data["layers"]] == [f"model.layers.{i}.mlp" for i in range(3)]
-    kinds = [("decoding", 1), ("decoding", 64), ("prefill", 16384), ("training", 16384)]
-    rows = [(i, *kind) for i in range(3) for kind in kinds]
-    assert [(row["layer"], row["call"], row["tokens"]) for row in data["rows"]] == rows
-    # each layer's line says what its figures are, and each call's what its rows sum up to
-    lines = {cells[0]: cells for line in printed.splitlines() if (cells := line.split())}
-    for row in data["layers"]:
-        assert float(lines[str(row["number"])][1].replace(",", "")) == pytest.approx(row["mean"], abs=0.06)
-    rows = [row for row in data["rows"] if (row["call"], row["tokens"]) == kinds[3]]
-    dense = sum(row["seconds"]["dense"] for row in rows) * 1e6
-    assert float(lines["training"][2].replace(",", "")) == pytest.approx(dense, abs=0.06)
-
-
 @pytest.mark.parametrize("kind", ["llama", "opt"])
-def test_figures_of_the_command_are_those_of_the_stock_model(kind: str, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_reports_the_figures_of_the_stock_model(kind: str, tmp_path: Path, capsys: Any) -> None:
     """Transformers alone runs one file of text, tokenized and cut by hand."""
     folder, document, file = saved_models.save(tmp_path / "model", kind), tmp_path / "document.txt", tmp_path / "a.json"
     document.write_text(saved_models.text(900))
@@ -401,13 +380,26 @@ def test_figures_of_the_command_are_those_of_the_stock_model(kind: str, tmp_path
             module.register_forward_hook(lambda _, __, y: fired.append((y > 0).flatten(0, -2)))
     with torch.no_grad():
         model(sequences)
-    run(analyze, folder, "--text", document, "--tokens", 640, "--sequence", 128, "--batch", 3, "--json", file)
-    for row, pattern in zip(json.loads(file.read_text())["layers"], fired, strict=True):
+    options = ("--tokens", 640, "--sequence", 128, "--batch", 3, "--json", file, "--decode", 1, 64, 1)
+    assert run(analyze, folder, "--text", document, *options) == 0
+    printed, data = capsys.readouterr().out, json.loads(file.read_text())
+    said = (
+        f"{'gated' if kind == 'llama' else 'non-gated'} ReLU layers, K = 64, N = 320\nText: 640 tokens of 1 file, 5 seq"
+    )
+    assert said in printed
+    assert printed.splitlines()[-1].startswith("Verdict: none: FFNs of these sizes")
+    # each layer's line says what its figures are, and each call's what its rows sum up to
+    lines = {cells[0]: cells for line in printed.splitlines() if (cells := line.split())}
+    for row, pattern in zip(data["layers"], fired, strict=True):
         expected = slow(pattern)
         assert [row["mean"], row["union"]] == pytest.approx([expected["mean"], expected["union"]], rel=1e-2)
         assert abs(row["dead"] - expected["dead"]) <= 2
-        assert row["gated"] == (kind == "llama")
-    assert ("non-gated ReLU layers, K = 64, N = 320" in capsys.readouterr().out) == (kind == "opt")
+        assert float(lines[str(row["number"])][1]) == pytest.approx(row["mean"], abs=0.06)
+    kinds = [("decoding", 1), ("decoding", 64), ("prefill", 16384), ("training", 16384)]
+    rows = [(i, *kind) for i in range(3) for kind in kinds]
+    assert [(row["layer"], row["call"], row["tokens"]) for row in data["rows"]] == rows
+    dense = sum(row["seconds"]["dense"] for row in data["rows"] if row["call"] == "training") * 1e6
+    assert float(lines["training"][2].replace(",", "")) == pytest.approx(dense, abs=0.06)
 
 
 def test_another_activation(words: Path, tmp_path: Path, capsys: Any) -> None:
@@ -424,18 +416,6 @@ def test_another_activation(words: Path, tmp_path: Path, capsys: Any) -> None:
         printed = capsys.readouterr().out
         assert f"gated {named} layers" in printed
         assert f"{activation} in place of SiLU: figures before any training" in printed
-
-
-def test_weights_that_are_missing_are_an_error(words: Path, tmp_path: Path, llama: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "part"
-    shutil.copytree(llama, folder)
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.gate_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RequestError, match=r"none for model\.layers\.1\.mlp\.gate_proj\.weight"):
-        run(analyze, folder, "--text", words, "--tokens", 300)
 
 
 def test_activations_without_a_stock_class_are_read(words: Path, tmp_path: Path, capsys: Any) -> None:
@@ -535,16 +515,21 @@ def test_text_that_ends_in_other_bytes(llama: Path, tmp_path: Path, monkeypatch:
     assert sorted(path.name for path, _ in saved_model._files([tmp_path])) == ["late.txt", "more.txt"]
 
 
-def test_models_of_another_kind_or_tokenizer(words: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "gpt2"
-    config = transformers.GPT2Config(vocab_size=288, n_embd=32, n_layer=1, n_head=2)
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
-    saved_models.save_tokenizer(folder)
-    with pytest.raises(RequestError, match="MODEL"):
-        run(analyze, folder, "--text", words, "--tokens", 300)
-    folder = saved_models.save(tmp_path / "small", vocab_size=64)
-    with pytest.raises(RequestError, match="its vocabulary has 64"):
-        run(analyze, folder, "--text", words, "--tokens", 300)
+def test_models_that_cannot_be_read(words: Path, tmp_path: Path, llama: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    gpt2, config = tmp_path / "gpt2", transformers.GPT2Config(vocab_size=288, n_embd=32, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(gpt2)
+    saved_models.save_tokenizer(gpt2)
+    part = Path(shutil.copytree(llama, tmp_path / "part"))
+    weights = load_file(part / "model.safetensors")
+    del weights["model.layers.1.mlp.gate_proj.weight"]
+    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+    small = saved_models.save(tmp_path / "small", vocab_size=64)
+    said = {gpt2: "MODEL", part: r"none for model\.layers\.1\.mlp\.gate_proj", small: "its vocabulary has 64"}
+    for folder, message in said.items():
+        with pytest.raises(RequestError, match=message):
+            run(analyze, folder, "--text", words, "--tokens", 300)
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("transformers", "hf"), ("matplotlib.figure", "plots")])

@@ -400,6 +400,20 @@ FAULTS = (
         "block = pattern",
         "tests/cpu/test_analyze.py -k plain_loops",
     ),
+    Fault(
+        "analyze: a decoder's tokens of padding count",
+        "python/twell/_analyze/layers.py",
+        'decoder = paired and "decoder" in at.name.split(".")',
+        "decoder = False",
+        "tests/cpu/test_analyze.py -k models_in_memory",
+    ),
+    Fault(
+        "analyze: a verdict on e4m3 by what was measured in 16 bits",
+        "python/twell/_analyze/calls.py",
+        '"e4m3" if float8 else "16 bits"',
+        '"16 bits"',
+        "tests/cpu/test_analyze.py -k verdict",
+    ),
     # ---- SAELens ----
     Fault(
         "SAELens: codes that are read late have the thresholds of then",
