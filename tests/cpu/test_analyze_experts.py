@@ -166,7 +166,7 @@ def test_dense_layers_beside_other_experts(
     assert (
         "\nExperts that twell does not compute: model.layers.0.mixer.experts (NemotronHExperts): for a test" in printed
     )
-    assert "1 non-gated squared ReLU layers" in printed
+    assert "1 non-gated squared ReLU layer," in printed
     assert "Verdict: none: FFNs" in printed.splitlines()[-1]
 
 

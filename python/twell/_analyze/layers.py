@@ -196,44 +196,42 @@ def observe(
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
 
-    def look(at: Watched, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Which tokens are no padding, None if all, and which of these are first."""
+    def rows_of(at: Watched, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Which tokens are no padding, and which begin a sequence: bool [sequences, tokens] both."""
         decoder = paired and "decoder" in at.name.split(".")
-        mask = kwargs.get(f"{'decoder_' * decoder}attention_mask")
-        lead, count = x.shape[:-1], math.prod(x.shape[:-1])
-        if len(lead) < 2:
-            ids = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and is_ids(t)), None)
-            if ids is not None and not paired and ids.numel() != count:
+        mask, count = kwargs.get(f"{'decoder_' * decoder}attention_mask"), math.prod(x.shape[:-1])
+        ids = next((t for t in (*args, *kwargs.values()) if _is_ids(t)), None)
+        shape = (x.shape[0], -1) if x.dim() > 2 else (1, count)
+        if x.dim() < 3 and ids is not None and not paired:
+            if ids.numel() != count:
                 raise ValueError(f"{at.name}: expected the batch's {ids.numel()} tokens, got {count}")
-            lead = ids.shape if ids is not None and ids.numel() == count else torch.Size((1, count))
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel() == count and not bool(mask.bool().all()):
+            shape = (ids.shape[0], -1)
+        present = torch.ones(count, dtype=torch.bool, device=x.device).view(shape)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel() == count:
             present = mask.bool().to(x.device)
-            first = present & (present.cumsum(1) == 1)
-            return present.flatten(), first.flatten()[present.flatten()]
-        first = torch.zeros(lead[0], max(count // max(lead[0], 1), 1), dtype=torch.bool, device=x.device)
-        first[:, 0] = True
-        return None, first.flatten()[:count]
+        return present, present & (present.cumsum(1) == 1)
 
     def hook(i: int) -> Callable[..., None]:
         def called(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], y: Any = None) -> None:
             x, *others = [t for t in (*given, *named.values()) if isinstance(t, Tensor)]
-            present, first = look(watched[i], x)
-            # the trailing sizes differ, the tokens do not
+            if not x.numel():
+                return
+            present, first = (each.flatten() for each in rows_of(watched[i], x))
             tensors = [t.reshape(-1, t.shape[-1]) for t in (x, x if y is None else y, *others)]
-            x, y, *others = (t if present is None else t[present] for t in tensors)
-            if not bool(x.isfinite().all()):
+            if not bool(present.all()):
+                tensors, first = [t[present] for t in tensors], first[present]
+            if not bool(tensors[0].isfinite().all()):
                 raise ValueError(f"{watched[i].name}: its input is not finite in {x.dtype}; another dtype may help")
-            on_call(i, x, y, first, *others)
+            on_call(i, *tensors[:2], first, *tensors[2:])
 
         return called
 
     training = [module for module in model.modules() if module.training]
-    handles = [
-        each.module.register_forward_hook(hook(i), with_kwargs=True)
-        if getattr(each, "after", False)
-        else each.module.register_forward_pre_hook(hook(i), with_kwargs=True)
-        for i, each in enumerate(watched)
-    ]
+    handles = []
+    for i, each in enumerate(watched):
+        after = isinstance(each, WatchedLayer) and each.after
+        register = each.module.register_forward_hook if after else each.module.register_forward_pre_hook
+        handles.append(register(hook(i), with_kwargs=True))
     try:
         model.eval()
         for batch in batches:
@@ -246,9 +244,9 @@ def observe(
             module.training = True
 
 
-def is_ids(tensor: Tensor) -> bool:
-    """Whether a tensor is of tokens of sequences."""
-    return tensor.dim() == 2 and not tensor.is_floating_point()
+def _is_ids(value: Any) -> bool:
+    """Whether this is a tensor of tokens of sequences."""
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def _arguments(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -25,7 +25,7 @@ from twell._analyze.calls import (
 )
 from twell._analyze.experts import ExpertsSparsity, ExpertsTally
 from twell._analyze.figures import LayerSparsity, Tally
-from twell._text import aligned, as_percent, listed
+from twell._text import aligned, as_percent, counted, listed
 from twell.choose import rates
 from twell.choose.plan import Route
 from twell.choose.rates import Card
@@ -187,9 +187,9 @@ def analyze(
     """
     card = rates.in_use(next((p.device for p in model.parameters()), torch.device("cpu")))
     calls = calls_of(prefill, decode, training)
-    counted, of_experts = count(model, batches, *layers.found(model, names))
-    title = tuple(f"{type(model).__name__}: {line}" for line in kinds(counted))
-    return predicted(counted, of_experts, calls, card, title)
+    found, of_experts = count(model, batches, *layers.found(model, names))
+    title = tuple(f"{type(model).__name__}: {line}" for line in kinds(found))
+    return predicted(found, of_experts, calls, card, title)
 
 
 def count(
@@ -233,13 +233,14 @@ def predicted(
 
 def kinds(found: Sequence[LayerSparsity]) -> Iterator[str]:
     """Lines about activations and sizes."""
-    by_kind: dict[str, list[int]] = {}
+    by_kind: dict[tuple[str, str], list[str]] = {}
     for each in found:
         name = f"{each.form} " * bool(each.tokens)
-        what = f"{'gated' if each.gated else 'non-gated'} {name}layers, K = {each.k:,}, N = {each.n:,}"
-        by_kind.setdefault(what + ", e4m3" * each.float8, []).append(each.number)
-    for what, numbers in by_kind.items():
-        yield f"{len(numbers)} {what}" + (f" ({', '.join(map(str, numbers))})" if len(by_kind) > 1 else "")
+        what = f"{'gated' if each.gated else 'non-gated'} {name}layer"
+        sizes = f", K = {each.k:,}, N = {each.n:,}{', e4m3' * each.float8}"
+        by_kind.setdefault((what, sizes), []).append(each.label)
+    for (what, sizes), labels in by_kind.items():
+        yield counted(len(labels), what) + sizes + (f" ({', '.join(labels)})" if len(by_kind) > 1 else "")
 
 
 def requirement(was: str, shapes: Sequence[Shape], calls: Sequence[Call], card: Card) -> Iterator[str]:

@@ -76,8 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(*_without_zeros(model, arguments), sep="\n")
         return 0
     # the verdict is the last line
-    *lines, verdict = [str(analysis)[: -len(analysis.verdict)].rstrip(), "", analysis.verdict]
-    print(*lines, sep="\n")
+    print(str(analysis).removesuffix(analysis.verdict).rstrip(), end="\n\n")
     if arguments.save:
         _save(folder, analysis.layers)
     if arguments.json is not None:
@@ -88,35 +87,33 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"Chart: {arguments.plot.absolute()}")
     elif arguments.plot is not None:
         print("No chart: it shows layers without experts")
-    print(verdict)
+    print(analysis.verdict)
     return 0
 
 
 def _check(arguments: argparse.Namespace, folder: Path) -> None:
     """Raise RequestError for options that do not go together or with the folder."""
-    if not arguments.serve:
-        for name, usual in (("nnz", None), ("save", False), ("ranks", 1)):
-            if getattr(arguments, name) != usual:
-                raise RequestError(f"--{name}: expected --serve, got none")
-        if arguments.text is None:
-            raise RequestError("--text: expected files or folders of text, got none; only --serve needs none")
-    elif arguments.activation is not None:
-        raise RequestError("--activation: expected no --serve, which takes a model as it is, got both")
-    json_ = arguments.json
-    if json_ is not None and json_.is_file() and folder.resolve() in json_.resolve().parents:
-        raise RequestError(f"--json: expected a new file or one outside of the model, got {str(json_)!r}")
-    if arguments.save and arguments.text is None:
-        raise RequestError("--save: expected --text, whose figures it writes, got none")
-    if arguments.save and folder != arguments.model:
-        raise RequestError("--save: expected MODEL to be a folder, got the name of one on the Hub")
-    if arguments.save and (config := folder / layouts.CONFIG).is_symlink():
+    serve, save, text, into = arguments.serve, arguments.save, arguments.text, arguments.json
+    config = folder / layouts.CONFIG
+    given = {"nnz": arguments.nnz is not None, "save": save, "ranks": arguments.ranks > 1}
+    link = os.readlink(config) if save and config.is_symlink() else ""
+    wrong = {
+        **{f"--{name}: expected --serve, got none": not serve and there for name, there in given.items()},
+        "--text: expected files or folders of text, got none; only --serve needs none": not serve and text is None,
+        "--activation: expected no --serve, which takes a model as it is, got both": serve and arguments.activation,
+        f"--json: expected a new file or one outside of the model, got {str(into)!r}": (
+            into is not None and into.is_file() and folder.resolve() in into.resolve().parents
+        ),
+        "--save: expected --text, whose figures it writes, got none": save and text is None,
+        "--save: expected MODEL to be a folder, got the name of one on the Hub": save and folder != arguments.model,
         # of a download cache, where revisions share files
-        raise RequestError(
-            f"--save: expected a {layouts.CONFIG} of the folder's own, got a link to {os.readlink(config)!r}, which "
-            "others may read; copy the model first, as by cp -rL"
-        )
-    if arguments.nnz is not None and arguments.text is not None:
-        raise RequestError("--nnz: expected no --text, which measures it, got both")
+        f"--save: expected a {layouts.CONFIG} of the folder's own, got a link to {link!r}, which others may read; copy "
+        "the model first, as by cp -rL": bool(link),
+        "--nnz: expected no --text, which measures it, got both": given["nnz"] and text is not None,
+    }
+    for said, is_so in wrong.items():
+        if is_so:
+            raise RequestError(said)
 
 
 def _calls(arguments: argparse.Namespace) -> list[Call]:
@@ -171,10 +168,11 @@ def _figures(
         if (got := len(found(loaded.model)[0])) != len(layers):
             raise RequestError(f"MODEL: expected the {len(layers)} layers of its files, got {got} of twell")
         (counted, _), text = _counted(loaded, arguments)
-        kept = [dataclasses.replace(c, float8=at.float8, reason=at.reason) for c, at in zip(counted, layers)]
-        return [
-            dataclasses.replace(each, heaviest=None, candidates=None) for each in kept
-        ], f"Figures: measured on {text}"
+        kept = [
+            dataclasses.replace(each, float8=at.float8, reason=at.reason, heaviest=None, candidates=None)
+            for each, at in zip(counted, layers)
+        ]
+        return kept, f"Figures: measured on {text}"
     try:
         known = None if arguments.nnz is not None else layouts.measured(content, len(layers))
     except ValueError as error:
