@@ -37,11 +37,14 @@ LEAST_TOKENS = 2 * geometry.TOKEN_TILE
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
-    saved_model.add_arguments(
-        parser, *_READ, text=False, shorter=f"; of stacked experts 1 / {STEPS[-1]} of --tokens; with --serve 256"
-    )
+    saved_model.add_arguments(parser, *_READ, text=False, shorter=f"; of stacked experts 1 / {STEPS[-1]} of --tokens")
     add = parser.add_argument
-    add("--serve", action="store_true", help="predict the calls of a server, of a model that vLLM serves through twell")
+    add(
+        "--serve",
+        action="store_true",
+        help="predict the calls of a server, of a model that vLLM serves through twell; text, if any, is 32768 tokens "
+        "in batches of 128 sequences of 256",
+    )
     numbers = (
         ("--prefill", "tokens of prompts or other calls", PREFILL, SERVED_PREFILL),
         ("--decode", "sequences that decode", DECODE, SERVED_DECODE),
