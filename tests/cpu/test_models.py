@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import twell
 from tests.cpu import architectures
 from tests.cpu.architectures import ARCHITECTURES, Architecture
 
@@ -25,8 +26,8 @@ def build(each: Architecture, fields: dict[str, Any], device: str = "cpu") -> An
         return cls(cls.config_class(**fields)).eval()
 
 
-def out(model: Any) -> Tensor:
-    """The output of a few tokens, of both parts of a model that has two."""
+def given_to(model: Any) -> dict[str, Any]:
+    """A few tokens, of both parts of a model that has two."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 60, (2, 9), generator=generator)
     given: dict[str, Any] = {"input_ids": ids}
@@ -43,8 +44,7 @@ def out(model: Any) -> Tensor:
         given["decoder_input_ids"] = ids
     if model.config.model_type == "udop":
         given["bbox"] = torch.rand(2, 9, 4, generator=generator)
-    result: Tensor = model(**given)[0]
-    return result
+    return given
 
 
 @pytest.mark.parametrize("each", ARCHITECTURES, ids=lambda each: each.models)
@@ -74,7 +74,13 @@ def test_an_architecture_is_taken_or_refused_as_the_page_says(each: Architecture
         # the stock class computes the same from the configuration
         dense = type(ours)(copy.deepcopy(ours.config)).eval()
         dense.load_state_dict(ours.state_dict())
-    results = [out(m) for m in (ours, dense)]
+    # what `twell.analyze` counts is the same before and after, by names of layers
+    counted = [{at.name: at for at in twell.analyze(m, [given_to(m)]).layers} for m in (ours, dense)]
+    for name, at in counted[0].items():
+        other = counted[1][name]
+        assert (at.k, at.n, at.gated, at.tokens) == (other.k, other.n, other.gated, other.tokens), name
+        assert at.mean == pytest.approx(other.mean, abs=0.1), name
+    results: list[Tensor] = [m(**given_to(m))[0] for m in (ours, dense)]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     for y in results:
         y.square().sum().backward()

@@ -59,8 +59,8 @@ def found(model: nn.Module, names: _sparsify.Names | None = None) -> tuple[list[
     """The layers and the stacked experts of ``model`` that twell computes or would, in its order.
 
     Those are the layers of twell, and what ``sparsify_(model, names=names)`` would make layers of, if there are none
-    or there are ``names``. Their numbers come from their names ("model.layers.3.mlp" is 3), or count from 0 if names do
-    not distinguish them. Raises as ``sparsify_`` if there are no layers and no experts.
+    or there are ``names``, but for layers of another activation. Their numbers come from their names ("layers.3.mlp" is
+    3), or count from 0 if names do not distinguish them. Raises as ``sparsify_`` if there are no layers and no experts.
     """
     routed = _stacked(model)
     made: dict[str, Any] = dict(_sparsify.layers(model))
@@ -69,7 +69,7 @@ def found(model: nn.Module, names: _sparsify.Names | None = None) -> tuple[list[
     if names is not None or not made:
         try:
             served = [each.module for each in routed]
-            candidates = _sparsify.plan(model, None, None, "dense", names, served=served).candidates
+            candidates = _sparsify.plan(model, None, None, "dense", names, served, some=True).candidates
         except (TypeError, ValueError) as error:
             raise type(error)(re.sub(r"\bsparsify_", "analyze", str(error))) from error
     made |= {candidate.layer: candidate for candidate in candidates}

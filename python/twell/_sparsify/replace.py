@@ -191,10 +191,12 @@ def plan(
     strategy: str,
     names: Names | None = None,
     served: Collection[nn.Module] = (),
+    some: bool = False,
 ) -> Plan:
     """Plan ``sparsify_``: the same checks and errors, without any change.
 
-    served: stacked experts that the caller takes; then there need be no layers.
+    served: stacked experts that the caller takes; then there need be no layers. some: whether layers of another
+    activation are left as they are, which the log says, if there are others.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"sparsify_: model must be an nn.Module, got {type(model).__name__}")
@@ -211,6 +213,7 @@ def plan(
     told, context = _told(names), Context(model, strategy, {})
     candidates: list[Candidate] = []
     left: list[str] = []
+    unlike: list[Candidate] = []
     stacked: list[str] = []
     unknown: list[tuple[str, tuple[str, ...]]] = []
     remarks: dict[str, str] = {}
@@ -245,9 +248,17 @@ def plan(
         else:
             candidate, of = examine(name, module, found[0], context)
             if of is None and activation is None:
+                unlike.append(candidate)
+                if some:
+                    continue
                 raise ValueError(_explain_activation(candidate))
             candidates.append(_with_activation(candidate, of, activation))
     planned = Plan(candidates, left, stacked, _about_unknown(unknown, told), list(remarks.values()))
+    if unlike and not candidates and not served:
+        raise ValueError(_explain_activation(unlike[0]))
+    if unlike:
+        first = label(unlike[0].name, unlike[0].module), unlike[0].was
+        logger.warning("layers left out that make no zeros: %d, the first %s with %s", len(unlike), *first)
     if not candidates and not served:
         raise ValueError(_nothing_found(model, planned))
     _require_reachable(model, candidates)
