@@ -200,8 +200,8 @@ def count(
     run: Callable[..., object] | None = None,
 ) -> tuple[list[LayerSparsity], list[ExpertsSparsity]]:
     """Count the layers and experts of ``model`` on batches, as ``layers.observe``."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    tallies = [Tally(at.n, device) for at in watched]
+    # parts of a model may be on different devices
+    tallies = [Tally(at.n, next(at.module.parameters()).device) for at in watched]
     of_experts = [ExpertsTally(at) for at in routed]
 
     def on_call(i: int, x: torch.Tensor, y: torch.Tensor, first: torch.Tensor, *others: torch.Tensor) -> None:
