@@ -162,6 +162,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     "AutoStrategy": (twell.AutoStrategy, dict),
     "compact": (twell.compact, lambda: {"module": layer(), "alive": torch.arange(N) > 7}),
     "restore": (twell.restore, lambda: {"module": twell.compact(layer(), torch.arange(N) > 7, keep_removed=True)[0]}),
+    "analyze": (twell.analyze, lambda: {"model": nn.Sequential(layer()), "batches": [zeros(3, K)]}),
     "count_firing": (lambda model: twell.count_firing(model).__enter__(), lambda: {"model": layer()}),
     "sparsify_": (
         twell.sparsify_,

@@ -25,6 +25,7 @@ from twell._analyze.calls import (
 )
 from twell._analyze.experts import ExpertsSparsity, ExpertsTally
 from twell._analyze.figures import LayerSparsity, Tally
+from twell._arguments import require, require_integer
 from twell._text import aligned, as_percent, counted, listed
 from twell.choose import rates
 from twell.choose.plan import Route
@@ -185,8 +186,13 @@ def analyze(
     none of training. Raises ValueError or TypeError as ``sparsify_`` if there are no layers, and ValueError if a layer
     gets no tokens, some that are not finite, or only a part of a batch.
     """
+    require("model", model, nn.Module, "an nn.Module")
+    if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches must be a list or another iterable of batches, got {type(batches).__name__}")
     card = rates.in_use(next((p.device for p in model.parameters()), torch.device("cpu")))
     calls = calls_of(prefill, decode, training)
+    for call in calls:
+        require_integer(f"each number of {call.kind}", call.tokens, 1)
     found, of_experts = count(model, batches, *layers.found(model, names))
     title = tuple(f"{type(model).__name__}: {line}" for line in kinds(found))
     return predicted(found, of_experts, calls, card, title)
