@@ -36,7 +36,10 @@ PUBLIC = ("__init__", "nn", "recipe/__init__", "distributed", *(f"integrations/{
     "transformers", "gemma_scope", "sae_lens", "vllm"
 )))  # fmt: skip
 # what calls return, bases, and classes whose makers have rows
-RECORDS = "Analysis Aux CompactionReport Firing FiringCounts Float8 PackedTwell SparseFFN LayerStats SparsityStats Normalisation"
+RECORDS = (
+    "Analysis Aux CompactionReport Firing FiringCounts Float8 PackedTwell SparseFFN LayerStats SparsityStats "
+    "Normalisation"
+)
 ELSEWHERE = {
     "integrations/sae_lens": "neighbours/test_sae_lens.py",
     "integrations/vllm": "cpu/test_vllm_plugin.py",
