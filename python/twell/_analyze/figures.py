@@ -69,7 +69,7 @@ class LayerSparsity:
 class Tally:
     """Counts of the neurons of one layer that fired so far: sums on the device, of a size that tokens do not change.
 
-    But for two bytes for each 8 tokens.
+    For the heaviest tokens four bytes for each 8 of them are kept, too.
     """
 
     def __init__(self, n: int, device: torch.device) -> None:
