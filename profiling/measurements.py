@@ -300,6 +300,8 @@ FROZEN = {
     "training": "the kernels of a training step",
     "training_run": "trainings of 0.5B, dense and sparse",
     "model": "the trained 0.5B model, whole",
+    "tuning_few": 'times of layers in one pass of `decode`, as `tuning` has them: rates of "auto"',
+    "tuning_h100": 'times of an H100 in `float8_few` and `float8_large`, as `tuning` has them: rates of "auto"',
 }
 
 

@@ -211,7 +211,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "KINDS", {kind: ((), of) for kind, of in counts.items()})
     monkeypatch.setattr(tune, "FEW", (1,))
     monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
-    monkeypatch.setattr(tune, "PATTERNS", {name: tune.PATTERNS[name] for name in ("topic", "wide", "tenth", "dense")})
+    monkeypatch.setattr(tune, "PATTERNS", {name: tune.PATTERNS[name] for name in ("uniform", "wide", "tenth", "dense")})
     monkeypatch.setattr(tune, "gpu", lambda name: timing.Device())
     monkeypatch.setattr(testing, "machine_line", lambda *_: MACHINE)
 
@@ -249,7 +249,7 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(tune.MOST_ERROR, True, -1.0)
     assert tune.run(arguments) == 1
     printed = capsys.readouterr().out
-    assert re.search(r"130  RED topic union differs from dense by \d+\.\d%\n", printed)
+    assert re.search(r"130  RED uniform union differs from dense by \d+\.\d%\n", printed)
     assert "nothing to fit" in printed
     # a GPU of another family has no rates of steps
     arguments.kinds = ["gated"]

@@ -338,7 +338,8 @@ def _inference(problem: Problem, figures: Figures, r: Rates, card: Card) -> dict
     union, density, heavy = shares(problem, figures)
     read, dense = width * n * k / 1e6, dense_us(problem, r, card.sms)
     if in_one_pass(problem, card):
-        few = r.few_start + r.few_gate * gated + r.few_left * m * k / 4096 + read * (1 + union * up) / r.dense_memory
+        few = r.few_start + r.few_gate * gated + r.few_left * max(m - 8, 0) * k / 4096
+        few += read * (1 + union * up) / r.dense_memory
         return {"row": few, "union": few, "dense": dense}
     gate, tiles, alpha = _gate(problem, r, sms), -(-m // TILE), _alike(union, density, min(m, TILE))
     # rows of neurons from L2, as far as those that fire stay there, and those of the heaviest token by its CTAs

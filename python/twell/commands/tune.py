@@ -84,7 +84,8 @@ PATTERNS: dict[str, tuple[float, dict[str, Any]]] = {
     "tenth": (1 / 10, {"neuron_sigma": 0.7, "token_sigma": 0.5}),
     "dense": (1 / 6, {"neuron_sigma": 0.5, "token_sigma": 0.3}),
 }
-_FEW_PATTERNS = ("topic", "wide")
+# of independent tokens, whose union follows from their number
+_FEW_PATTERNS = ("uniform", "dense")
 # with more tokens sparse routes of the densest pattern lose, and are slow to measure
 _MOST_TOKENS_OF_DENSE = {"gated": 64, "non-gated": 1024}
 
