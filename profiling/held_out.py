@@ -28,8 +28,9 @@ from typing import NamedTuple
 
 from profiling.tune import card_of, read, write_rows
 from twell import testing
-from twell.choose import rates
-from twell.choose.rates import Card, Problem, Rates
+from twell.choose import cards, rates
+from twell.choose.cards import Card, Rates
+from twell.choose.rates import Problem
 from twell.commands import timing, tune
 from twell.commands.request import exit_status
 from twell.commands.tune import Row
@@ -177,11 +178,11 @@ def _of(losses: Sequence[float]) -> str:
 def left_out(path: Path) -> Iterator[str]:
     """Losses of choices for each layer by rates fitted to the others. One digit of the shipped rates is their start."""
     rows = tune.usable(read(path)["rows"])
-    start = Rates(*(float(f"{rate:.0e}") for rate in rates.SHIPPED.rates))
+    start = Rates(*(float(f"{rate:.0e}") for rate in cards.SHIPPED.rates))
     losses: dict[bool, list[float]] = {False: [], True: []}
     for layer in sorted({each.problem[1:3] for each in rows if not each.problem.float8}):
         others = [each for each in rows if each.problem[1:3] != layer]
-        card = tune.fitted(others, dataclasses.replace(rates.SHIPPED, rates=start))
+        card = tune.fitted(others, dataclasses.replace(cards.SHIPPED, rates=start))
         for training, every in losses.items():
             own = [
                 loss
@@ -232,7 +233,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(*left_out(arguments.left_out), sep="\n")
         return 0
     device = None if arguments.rows else tune.gpu(None)
-    card = rates.SHIPPED if device is None else rates.in_use(device.torch_device)
+    card = cards.SHIPPED if device is None else cards.in_use(device.torch_device)
     if arguments.tuning:
         card = card_of([read(path) for path in arguments.tuning])
     if device is None:

@@ -170,7 +170,7 @@ def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
     from twell._analyze import calls
     from twell._text import as_percent
-    from twell.choose import rates
+    from twell.choose import cards
 
     known = {
         "SparseLM 2B": (True, 2048, 5632),
@@ -183,7 +183,7 @@ def most_nonzeros() -> str:
     kinds = [calls.Call("decoding", 64), calls.Call("prefill", 16384), calls.Call("training", 16384)]
     cells = []
     for name, shape in known.items():
-        limits = [calls.most_nonzeros(shape, kind, rates.SHIPPED) for kind in kinds]
+        limits = [calls.most_nonzeros(shape, kind, cards.SHIPPED) for kind in kinds]
         found = [f"{most:,} ({as_percent(most / shape[2])})" if most else "never" for most in limits]
         cells.append([f"{name}: {shape[1]:,} to {shape[2]:,}{', a gate' if shape[0] else ''}", *found])
     return markdown(["layers like those of", *map(str, kinds)], "lrrr", cells)

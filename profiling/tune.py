@@ -18,8 +18,8 @@ from typing import Any
 
 from profiling.draw.common import loads
 from twell import _files
-from twell.choose import rates
-from twell.choose.rates import Card
+from twell.choose import cards
+from twell.choose.cards import Card
 from twell.commands import tune
 from twell.commands.request import exit_status
 
@@ -38,19 +38,19 @@ def read(path: Path) -> dict[str, Any]:
     try:
         run = loads(path.read_text())
         run["machine"], run["date"], tune.usable(run["rows"])
-    except rates.UNUSABLE as error:
+    except cards.UNUSABLE as error:
         raise ValueError(f"expected what --out wrote in {path}, got {type(error).__name__}: {error}") from error
     return run
 
 
 def card_of(runs: Sequence[dict[str, Any]]) -> Card:
     """Rates fitted to runs on GPUs of one model, from those that ship; machine and date of the last run."""
-    machine, family = runs[-1]["machine"], runs[-1].get("family", rates.SHIPPED.family)
+    machine, family = runs[-1]["machine"], runs[-1].get("family", cards.SHIPPED.family)
     kernels, sms = (re.search(pattern, machine) for pattern in (r"kernels (\w+)", r"\((\d+) SMs"))
     if kernels is None or sms is None:
         raise ValueError(f"a machine line must have kernels and multiprocessors, got {machine}")
     about = {"machine": machine, "date": runs[-1]["date"], "kernels": kernels[1], "note": ""}
-    card = dataclasses.replace(rates.shipped(machine.split(" (")[0], family, int(sms[1])), **about)
+    card = dataclasses.replace(cards.shipped(machine.split(" (")[0], family, int(sms[1])), **about)
     if models := {run["machine"].split(" (")[0] for run in runs} - {card.gpu}:
         raise ValueError(f"rates are of one GPU, got rows of {card.gpu} and {', '.join(sorted(models))}")
     rows = tune.usable(row for run in runs for row in run["rows"])
@@ -59,13 +59,13 @@ def card_of(runs: Sequence[dict[str, Any]]) -> Card:
     return card
 
 
-def ship(card: Card, path: Path = rates.PATH) -> Path:
+def ship(card: Card, path: Path = cards.PATH) -> Path:
     """Put a card in the place of the one of its GPU and family, or last."""
-    cards = [rates.card_of(each) for each in json.loads(path.read_text())]
-    own = [i for i, each in enumerate(cards) if (each.gpu, each.family) == (card.gpu, card.family)]
-    at = own[0] if own else len(cards)
-    cards[at : at + 1] = [card]
-    _files.write_text(path, json.dumps([rates.as_json(each) for each in cards], indent=1) + "\n")
+    ships = [cards.card_of(each) for each in json.loads(path.read_text())]
+    own = [i for i, each in enumerate(ships) if (each.gpu, each.family) == (card.gpu, card.family)]
+    at = own[0] if own else len(ships)
+    ships[at : at + 1] = [card]
+    _files.write_text(path, json.dumps([cards.as_json(each) for each in ships], indent=1) + "\n")
     return path
 
 

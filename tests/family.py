@@ -12,7 +12,7 @@ import torch
 from twell import tuning
 from twell._runtime import device as driver
 from twell._runtime import geometry, specs
-from twell.choose import rates
+from twell.choose import cards
 
 HELP = "run the kernels of the portable family on this GPU"
 
@@ -41,5 +41,5 @@ def is_without_rates() -> bool:
 
 def decide_by_shipped_rates() -> None:
     """Let "auto" choose in this process as if a user had measured those that ship on a portable GPU."""
-    card = dataclasses.replace(rates.SHIPPED, family=specs.PORTABLE, file=Path("shipped"))
-    rates._on = lambda index: card  # type: ignore[assignment]
+    card = dataclasses.replace(cards.SHIPPED, family=specs.PORTABLE, file=Path("shipped"))
+    cards._on = lambda index: card  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from twell._execution import Extra, Made
 from twell._plain import HOOKS_OF_ALL, calls_are_torchs, overridden
 from twell._projections import Projection
 from twell._settings import name_of
-from twell.choose import rates
+from twell.choose import cards
 from twell.choose.plan import Facts, Refusal, Route, plan
 from twell.choose.site import tokens_of
 from twell.ops.calls import How
@@ -80,7 +80,7 @@ def planned(
     """How calls of ``layer`` on weights of these sizes run, in the dtype of their products; ``met``: facts of one."""
     asked = type(layer).__name__, name_of(layer._strategy), layer._invariant
     facts = Facts(*asked, n=n, k=k, dtype=dtype, device=device.type)
-    imposed, moving = rates.imposed(device.type, device.index), isinstance(layer._threshold, Tensor)
+    imposed, moving = cards.imposed(device.type, device.index), isinstance(layer._threshold, Tensor)
     return plan(facts._replace(imposed=imposed, moving=moving, training=training, **met))
 
 

@@ -16,7 +16,7 @@ from twell._choice import Selection, hidden_of
 from twell._execution import Aux, Extra, per_token
 from twell._float8_mlp import moving
 from twell._runtime.log import info_once, warn_once
-from twell.choose import rates
+from twell.choose import cards
 from twell.choose.explanation import Choice
 from twell.choose.plan import Facts, Route, plan, routed
 from twell.choose.site import AutoStrategy, Screen, tokens_of
@@ -40,7 +40,7 @@ def why_dense(strategy: Any, n: int, k: int, k_out: int, dtype: torch.dtype, dev
     if k != k_out:
         return f"the kernels take one size of x and y, got {k} and {k_out}"
     asked = "auto" if isinstance(strategy, AutoStrategy) else strategy
-    imposed = rates.imposed(device.type, device.index)
+    imposed = cards.imposed(device.type, device.index)
     facts = Facts(strategy=asked, n=n, k=k, dtype=dtype, device=device.type, imposed=imposed, sliced=True)
     answer = plan(facts._replace(training=torch.is_grad_enabled()))
     if asked == "auto" and not isinstance(answer, Route):

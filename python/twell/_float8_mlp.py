@@ -14,7 +14,7 @@ from twell._activation import ActivationName, activation_of
 from twell._arguments import require
 from twell._float8_saving import watch
 from twell._settings import Configured, setting
-from twell.choose import rates
+from twell.choose import cards
 from twell.choose.explanation import Choice
 from twell.choose.plan import Facts, unpackable
 from twell.choose.site import AutoStrategy
@@ -218,7 +218,7 @@ class Float8MLP(Configured):
         if site is None:
             named = "row" if self.invariant else str(self.strategy)
             rows = [Choice(name, "inference", "any", "", named, "invariant=True" if self.invariant else "it was named")]
-        elif imposed := rates.imposed(on.type, on.index):
+        elif imposed := cards.imposed(on.type, on.index):
             rows = [Choice(name, "inference", "any", "", "dense", imposed)]
         else:
             rows = site.explain(name) or [Choice(name, "inference", "any", "", "auto", "not called yet")]

@@ -27,8 +27,8 @@ from twell._plain import overridden
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records
 from twell._runtime import geometry
 from twell._runtime.log import info_once, warn_once
+from twell.choose.cards import imposed_on_call
 from twell.choose.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
-from twell.choose.rates import imposed_on_call
 from twell.choose.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.float8 import Float8
 from twell.ops import hybrid

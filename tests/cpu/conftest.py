@@ -16,9 +16,9 @@ def environment(root: Path) -> dict[str, str]:
 @pytest.fixture
 def free_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let "auto" choose on the CPU as it does on a GPU, by the GPU's times alone."""
-    from twell.choose import rates
+    from twell.choose import cards, rates
 
-    monkeypatch.setattr(rates, "imposed", lambda kind, index: "")
+    monkeypatch.setattr(cards, "imposed", lambda kind, index: "")
     monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
 
 

@@ -27,7 +27,7 @@ from twell._analyze import calls, chart, figures, report
 from twell._analyze.calls import Call
 from twell._analyze.figures import LayerSparsity
 from twell._analyze.layers import WatchedLayer, found, observe
-from twell.choose import rates
+from twell.choose import cards, rates
 from twell.commands import analyze, saved_model
 from twell.commands.request import RequestError
 from twell.integrations import transformers as integration
@@ -312,7 +312,7 @@ def test_layers_together_take_the_sum_of_their_times() -> None:
     )
     each = [calls.predict(layer, call) for layer in layers]
     expected = sum(p.seconds[p.route] for p in each) / sum(p.seconds["dense"] for p in each)
-    assert report.predicted(layers, [], [call], rates.SHIPPED).ratios == {call: pytest.approx(expected)}
+    assert report.predicted(layers, [], [call], cards.SHIPPED).ratios == {call: pytest.approx(expected)}
     assert min(p.ratio or 1 for p in each) < expected < 1
 
 
@@ -337,7 +337,7 @@ VERDICTS = {
 def test_the_verdict(name: str) -> None:
     layers, expected = VERDICTS[name]
     kinds = report.calls_of(decode=(1,) if name != "dense" else ())
-    analysis = report.predicted(layers, [], kinds, rates.SHIPPED)
+    analysis = report.predicted(layers, [], kinds, cards.SHIPPED)
     assert analysis.verdict.startswith(expected), analysis.verdict
     assert "none" in expected or "predicted for CUDA graphs, where" in analysis.verdict
 
@@ -359,7 +359,7 @@ def test_the_most_nonzeros_pay_and_more_do_not(shape: Any, call: Any) -> None:
 def test_the_requirement_is_of_the_layers_with_most_work(first: bool) -> None:
     large, small, call = [(True, 2048, 5632)] * 3, [(True, 64, 64)], Call("prefill", 16384)
     shapes = small + large if first else large + small
-    *_, last = report.requirement("SiLU", shapes, [call], rates.SHIPPED)
+    *_, last = report.requirement("SiLU", shapes, [call], cards.SHIPPED)
     assert last.startswith("Verdict: twell does not pay on NVIDIA H200 as SiLU makes no zeros; it would with at most ")
     assert f"with at most {calls.most_nonzeros(large[0], call):,} (for prefill 16,384) non-zeros" in last
 
@@ -546,5 +546,5 @@ def test_chart_shows_many_layers(tmp_path: Path) -> None:
     """Layers with an unknown union and layers that fire nothing have a place in it too."""
     pytest.importorskip("matplotlib")
     layers = [dataclasses.replace(layer_of(0 if i == 3 else i, None if i % 2 else 0.3), number=i) for i in range(40)]
-    chart.save(tmp_path / "a.PNG", report.predicted(layers, [], report.calls_of(), rates.SHIPPED))
+    chart.save(tmp_path / "a.PNG", report.predicted(layers, [], report.calls_of(), cards.SHIPPED))
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")

@@ -24,7 +24,7 @@ from twell import testing
 from twell._activation import Activation
 from twell._analyze import experts, report
 from twell._analyze.experts import STEPS, ExpertsSparsity, Step
-from twell.choose import rates
+from twell.choose import cards, rates
 from twell.commands import analyze
 from twell.commands.request import RequestError
 from twell.integrations import experts as stacked
@@ -188,7 +188,7 @@ def report_of(zeros: float, n: int = 1856, count: int = 128) -> ExpertsSparsity:
 
 def test_the_verdict_follows_the_zeros() -> None:
     def verdict(*each: ExpertsSparsity) -> str:
-        return report.predicted([], each, [], rates.SHIPPED).verdict
+        return report.predicted([], each, [], cards.SHIPPED).verdict
 
     sparse, dense, odd = report_of(0.907), dataclasses.replace(report_of(0.0), gated=True), report_of(0.907, 1852)
     line = verdict(sparse, sparse)

@@ -15,7 +15,7 @@ import twell
 from twell import _modes, testing
 from twell._activation import RELU
 from twell._runtime import geometry
-from twell.choose import rates
+from twell.choose import cards, rates
 from twell.choose import site as sites
 from twell.choose.plan import Route
 from twell.choose.rates import Figures, Problem
@@ -98,7 +98,7 @@ def test_a_graph_without_figures_is_sparse_where_that_loses_nothing(k: int, n: i
         chosen = sites.AutoStrategy()._peek(problem, record=True)[0]
         assert chosen in strategies.split()
         # a call without a site will know nothing, either
-        assert rates.decide_once(problem, rates.SHIPPED) == chosen
+        assert rates.decide_once(problem, cards.SHIPPED) == chosen
         # it may be sparse where figures may still correct it
         assert rates.decide(problem._replace(eager=True, m=512), None, None).strategy != "dense"
 

@@ -17,7 +17,7 @@ from tests.cpu import fake_gpu
 from twell import AutoStrategy, ops, testing
 from twell._activation import RELU
 from twell._runtime import program, specs
-from twell.choose import rates
+from twell.choose import cards, rates
 from twell.choose import site as sites
 from twell.choose.plan import Route
 from twell.choose.rates import Figures, Problem
@@ -64,7 +64,7 @@ def test_decides_by_the_candidates(training: bool) -> None:
 @pytest.mark.parametrize("current", [None, "union", "union+screen"])
 def test_never_screens_without_candidates_or_kernels(current: str | None) -> None:
     figures, call = Figures(8, 0.1, None, 0.12), Problem(12288, 2048, 5632, True, False)
-    portable = dataclasses.replace(rates.SHIPPED, family=specs.PORTABLE)
+    portable = dataclasses.replace(cards.SHIPPED, family=specs.PORTABLE)
     for problem, known, card, screen in (
         (call, figures._replace(candidates=None), None, True),
         (call, None, None, True),
@@ -208,10 +208,10 @@ def test_copies_keep_the_screen() -> None:
 def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "LEAST_SCREENED", 300)
     for training, routes in ((False, ("row", "union", "union+screen")), (True, ("union", "union+screen"))):
-        assert tune.sparse_routes(problem(299, training), rates.SHIPPED) == routes[:-1]
+        assert tune.sparse_routes(problem(299, training), cards.SHIPPED) == routes[:-1]
         step = tune.Step("", problem(300, training), ("topic",))
         drawn = tune.draw("topic", 300, K, N, torch.device("cpu"))
-        (row,) = tune.measure_step(step, {"topic": drawn}, timing.Device(), rates.SHIPPED, 0.0)
+        (row,) = tune.measure_step(step, {"topic": drawn}, timing.Device(), cards.SHIPPED, 0.0)
         assert set(tune.ms_of(row)) == {"dense", *routes}
         listed = screened.count(drawn.x[:256], drawn.w_gate, None)
         assert row["candidates"] == pytest.approx(listed.sum().item() / (2 * N), rel=1e-3)

@@ -12,7 +12,7 @@ from torch.export import Dim
 
 import twell
 from twell import testing
-from twell.choose import rates
+from twell.choose import cards
 from twell.choose import site as sites
 from twell.choose.plan import route_of
 
@@ -63,7 +63,7 @@ def saved(exported: Any) -> Any:
 @torch.no_grad()
 def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """It has a site of its own, which lasts as long as its weights."""
-    monkeypatch.setattr(rates.imposed, "__code__", (lambda kind, index: "").__code__)
+    monkeypatch.setattr(cards.imposed, "__code__", (lambda kind, index: "").__code__)
     monkeypatch.setattr(sites, "Transfer", Arrivals())
     monkeypatch.setattr(sites, "_SITES", {})
     p = problem(300, "gate up down", torch.bfloat16)
@@ -91,7 +91,7 @@ def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pyt
 def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a serving engine calls it: views of one merged weight, traced once with symbolic tokens."""
     torch.compiler.reset()
-    monkeypatch.setattr(rates, "imposed", lambda kind, index: "")
+    monkeypatch.setattr(cards, "imposed", lambda kind, index: "")
     monkeypatch.setattr(sites, "Transfer", Arrivals())
     monkeypatch.setattr(sites, "_SITES", {})
     p = problem(300, "gate up down", torch.bfloat16)
@@ -128,7 +128,7 @@ def test_a_layer_that_needs_gradients_exports_dense_only(
     gated: bool, function: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A strict export leaves the gradients of sparse strategies out, without a word."""
-    monkeypatch.setattr(rates.imposed, "__code__", (lambda kind, index: "").__code__)
+    monkeypatch.setattr(cards.imposed, "__code__", (lambda kind, index: "").__code__)
     p = problem(300, "gate up down", torch.bfloat16)
     sizes = ({0: Dim("m", min=1, max=4096)},)
 

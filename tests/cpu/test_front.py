@@ -18,7 +18,7 @@ import twell
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
 from twell import _execution, _modes, functional
-from twell.choose import rates, site
+from twell.choose import cards, rates, site
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops import calls, dense
 
@@ -44,7 +44,7 @@ def long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.fixture
 def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" chooses on the fake GPU, figures arrive at once, and no layer of another test takes turns with these."""
-    monkeypatch.setattr(rates, "imposed", lambda kind, index: "")
+    monkeypatch.setattr(cards, "imposed", lambda kind, index: "")
     monkeypatch.setattr(functional, "imposed_on_call", lambda kind, index: "")
     monkeypatch.setattr(site, "Transfer", fake_gpu.Arrived)
     monkeypatch.setattr(site, "_latest", None)

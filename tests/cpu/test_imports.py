@@ -32,6 +32,7 @@ twell: _arguments _files _memory _text
 twell: _activation
 twell: reference tuning float8
 twell: choose.__init__
+twell: choose.cards
 twell: choose.rates
 twell: choose.plan
 twell: choose.explanation

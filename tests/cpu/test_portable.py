@@ -22,7 +22,7 @@ from tests.cpu import fake_gpu
 from twell import tuning
 from twell._activation import RELU
 from twell._runtime import cache, device, geometry, log, packaged, program, resolve, specs
-from twell.choose import rates
+from twell.choose import cards, rates
 from twell.choose.plan import Route
 from twell.commands import info
 from twell.ops import hybrid
@@ -59,7 +59,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Capability], None]:
         monkeypatch.setattr(device, "name", lambda index: "NVIDIA Pretended")
         monkeypatch.setattr(device, "sm_count", lambda index: 100)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        for cached in (rates._on, log.warn_once):
+        for cached in (cards._on, log.warn_once):
             cached.cache_clear()
 
     return become
@@ -166,7 +166,7 @@ def test_auto_is_dense_without_a_table(
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path))
     gpu(capability)
     with caplog.at_level(logging.WARNING, "twell"):
-        found = [rates.imposed_on_call("cuda", 0) for _ in range(2)]
+        found = [cards.imposed_on_call("cuda", 0) for _ in range(2)]
     assert [not why for why in found] == [capability == (9, 0)] * 2
     assert len(caplog.records) == (capability != (9, 0))
     named = f"NVIDIA Pretended (compute capability {NAMES[capability]})"
@@ -176,20 +176,20 @@ def test_auto_is_dense_without_a_table(
     said = f'strategy="auto" is "dense": {reason}'
     assert all(record.getMessage() == said for record in caplog.records)
     # the reason that ``explain`` gives
-    assert rates.imposed("cuda", 0) == reason * (capability != (9, 0))
-    assert rates.imposed("cpu", None) == rates.imposed("meta", None)
+    assert cards.imposed("cuda", 0) == reason * (capability != (9, 0))
+    assert cards.imposed("cpu", None) == cards.imposed("meta", None)
     machine = "NVIDIA Pretended (100 SMs, 80 GiB); driver 580"
     tmp_path.chmod(0o700)
-    rates.write(dataclasses.replace(rates.SHIPPED, machine=machine))
+    cards.write(dataclasses.replace(cards.SHIPPED, machine=machine))
     gpu(capability)
-    assert rates.imposed_on_call("cuda", 0).endswith("12.x") == (GPUS[capability] is None)
+    assert cards.imposed_on_call("cuda", 0).endswith("12.x") == (GPUS[capability] is None)
 
 
 @every_gpu([(8, 0), (9, 0)])
 def test_auto_keeps_to_what_the_family_takes(capability: Capability, gpu: Callable[[Capability], None]) -> None:
     """Neurons beyond the hybrid format's of the portable family leave "row" and dense."""
     gpu(capability)
-    card = rates.in_use(torch.device("cuda", 0))
+    card = cards.in_use(torch.device("cuda", 0))
     assert card.union_neurons == (65536 if capability == (9, 0) else geometry.PORTABLE_UNION_NEURONS)
     assert card.screens == (capability == (9, 0))
     for n in (geometry.PORTABLE_UNION_NEURONS, geometry.PORTABLE_UNION_NEURONS + 8):

@@ -10,7 +10,7 @@ import pytest
 
 from profiling import figures, measurements, readme
 from profiling import tune as shipped
-from twell.choose import rates
+from twell.choose import cards
 from twell.commands import tune
 
 
@@ -59,7 +59,7 @@ WITHIN = {
 def test_predictions_are_near_what_was_measured(name: str, root: Path) -> None:
     """By the card of the GPU; points that are held out tell where they are of the same kernels."""
     found = shipped.read(root / "profiling" / "results" / f"{name}.json")
-    card = rates.shipped(found["machine"].split(" (")[0])
+    card = cards.shipped(found["machine"].split(" (")[0])
     if f"kernels {card.kernels[:12]}" not in found["machine"]:
         assert name == "held_out"
         pytest.skip("the points are of other kernels than the card")

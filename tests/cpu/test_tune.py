@@ -17,14 +17,15 @@ import torch
 from profiling import tune as shipped
 from twell import testing
 from twell._runtime import device, fingerprint, specs
-from twell.choose import rates
-from twell.choose.rates import Figures, Problem, Rates
+from twell.choose import cards, rates
+from twell.choose.cards import Rates
+from twell.choose.rates import Figures, Problem
 from twell.commands import timing, tune
 from twell.commands.request import RequestError
 
 GPU = "NVIDIA H20-3e"
 MACHINE = f"{GPU} (132 SMs, 79 GiB); driver 580; torch 2.11.0; kernels 0123abcd"
-OWN = dataclasses.replace(rates.SHIPPED, machine=MACHINE, rates=Rates(*range(1, 1 + len(Rates._fields))))
+OWN = dataclasses.replace(cards.SHIPPED, machine=MACHINE, rates=Rates(*range(1, 1 + len(Rates._fields))))
 CUDA = torch.device("cuda", 0)
 
 
@@ -35,35 +36,35 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(device, "name", lambda index: GPU)
     monkeypatch.setattr(device, "capability", lambda index: device.SM_90)
     monkeypatch.setattr(device, "sm_count", lambda index: 132)
-    rates._on.cache_clear()
+    cards._on.cache_clear()
     yield tmp_path / "cache" / "tuning"
-    rates._on.cache_clear()
+    cards._on.cache_clear()
 
 
 # Cards of the user's own
 
 
 def test_a_users_card_serves_its_gpu(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert rates.in_use(CUDA).rates == rates.SHIPPED.rates
+    assert cards.in_use(CUDA).rates == cards.SHIPPED.rates
     assert not folder.exists()
     assert not caplog.records
     # what was not measured is what ships
     card = dataclasses.replace(OWN, kernels=fingerprint.source_hash(), float8=None)
-    path = rates.write(card)
-    rates._on.cache_clear()
-    read = rates.in_use(CUDA)
-    assert rates.as_json(read) == rates.as_json(dataclasses.replace(card, float8=rates.SHIPPED.float8))
+    path = cards.write(card)
+    cards._on.cache_clear()
+    read = cards.in_use(CUDA)
+    assert cards.as_json(read) == cards.as_json(dataclasses.replace(card, float8=cards.SHIPPED.float8))
     assert (read.file, read.note) == (folder / "NVIDIA_H20_3e.json", "")
-    assert rates.read("NVIDIA GH200").rates == rates.SHIPPED.rates
+    assert cards.read("NVIDIA GH200").rates == cards.SHIPPED.rates
     path.write_text(path.read_text().replace(card.kernels, "0" * 64))
-    rates._on.cache_clear()
-    assert [rates.in_use(torch.device("cuda", i)).rates for i in (0, 0)] == [card.rates] * 2
+    cards._on.cache_clear()
+    assert [cards.in_use(torch.device("cuda", i)).rates for i in (0, 0)] == [card.rates] * 2
     (record,) = caplog.records
     assert record.message == f"{path} has times of other kernels: run `twell tune` again"
 
 
 def changed(**entries: Any) -> str:
-    return json.dumps(rates.as_json(OWN) | entries)
+    return json.dumps(cards.as_json(OWN) | entries)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +89,9 @@ def changed(**entries: Any) -> str:
 def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
     text: str, said: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = rates.write(OWN)
+    path = cards.write(OWN)
     path.write_text(text, encoding="latin-1")
-    assert [rates.in_use(torch.device("cuda", i)).rates for i in (0, 0)] == [rates.SHIPPED.rates] * 2
+    assert [cards.in_use(torch.device("cuda", i)).rates for i in (0, 0)] == [cards.SHIPPED.rates] * 2
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert said in record.message
@@ -98,25 +99,25 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
 
 
 def test_no_driver_no_home_and_a_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = rates.write(OWN)
+    path = cards.write(OWN)
     path.unlink()
     os.mkfifo(path)
-    assert "it must be a file" in rates.in_use(CUDA).note
+    assert "it must be a file" in cards.in_use(CUDA).note
     monkeypatch.setenv("TWELL_CACHE_DIR", "~no-such-user/twell")
-    assert "cannot look for rates" in rates.read(GPU).note
+    assert "cannot look for rates" in cards.read(GPU).note
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("nothing there")
 
     monkeypatch.setattr(device, "name", fails)
-    assert rates.in_use(torch.device("cuda", 1)) is rates.SHIPPED
+    assert cards.in_use(torch.device("cuda", 1)) is cards.SHIPPED
 
 
 # The set and the fit
 
 
 def test_the_plan() -> None:
-    steps = tune.plan(rates.SHIPPED)
+    steps = tune.plan(cards.SHIPPED)
     assert len(set(steps)) == len(steps) < 150
     for kind, (shapes, counts) in tune.KINDS.items():
         own = [step.problem for step in steps if step.kind == kind]
@@ -126,10 +127,10 @@ def test_the_plan() -> None:
         assert (step.problem.m in tune.FEW) == (len(step.patterns) == 2) == rates.in_one_pass(step.problem)
         assert "dense" not in step.patterns or not step.problem.training
     few, many = Problem(8, 2048, 5632, True, False), Problem(4096, 2048, 5632, True, False)
-    assert tune.sparse_routes(few, rates.SHIPPED) == ("row",)
-    assert tune.sparse_routes(many, rates.SHIPPED) == ("row", "union", "union+screen")
+    assert tune.sparse_routes(few, cards.SHIPPED) == ("row",)
+    assert tune.sparse_routes(many, cards.SHIPPED) == ("row", "union", "union+screen")
     # a portable GPU has neither e4m3 nor one pass
-    portable = dataclasses.replace(rates.SHIPPED, family=specs.PORTABLE)
+    portable = dataclasses.replace(cards.SHIPPED, family=specs.PORTABLE)
     assert {step.kind for step in tune.plan(portable)} == set(tune.KINDS) - {"e4m3"}
     assert tune.sparse_routes(few, portable) == tune.sparse_routes(many, portable) == ("row", "union")
 
@@ -149,10 +150,10 @@ def test_figures_of_a_measured_layer() -> None:
 def test_the_fit_finds_the_rates_that_made_the_times() -> None:
     """Of each part from its rows alone, and whatever one of them says."""
     scaled, other = (
-        Rates(*(rate * scales[i % 2] for i, rate in enumerate(rates.SHIPPED.rates)))
+        Rates(*(rate * scales[i % 2] for i, rate in enumerate(cards.SHIPPED.rates)))
         for scales in ((0.8, 1.3), (1.3, 0.8))
     )
-    truth = dataclasses.replace(rates.SHIPPED, rates=scaled, float8=other)
+    truth = dataclasses.replace(cards.SHIPPED, rates=scaled, float8=other)
     rows = []
     for problem in (step.problem for step in tune.plan(truth)):
         for share, union, heavy in ((1 / 190, 0.08, 3.0), (1 / 60, 0.5, 1.5), (1 / 19, 0.3, 1.2)):
@@ -160,12 +161,12 @@ def test_the_fit_finds_the_rates_that_made_the_times() -> None:
             us = {route: 1e6 * time for route, time in rates.seconds(problem, figures, truth).items()}
             rows.append(tune.Measured(problem, figures, us))
 
-    def worst(card: rates.Card, part: str = "inference") -> float:
+    def worst(card: cards.Card, part: str = "inference") -> float:
         own = (row for row in rows if tune.part_of(row.problem) == part)
         return max(abs(us / row.us[route] - 1) for row in own for route, us in tune.predicted(row, card).items())
 
-    card = tune.fitted(rows, rates.SHIPPED)
-    assert worst(rates.SHIPPED) > 0.2
+    card = tune.fitted(rows, cards.SHIPPED)
+    assert worst(cards.SHIPPED) > 0.2
     assert worst(card) < 0.03
     assert worst(card, "training") < 0.03
     # fewer rows, which pull less
@@ -175,9 +176,9 @@ def test_the_fit_finds_the_rates_that_made_the_times() -> None:
     assert re.match(rf"{len(rows)} problems, {counts}: (.|\n)* choices lose 0\.\d% on average", tune.report(rows, card))
     inference = [row for row in rows if tune.part_of(row.problem) == "inference"]
     wrong = [row._replace(us={route: 3 * us for route, us in row.us.items()}) for row in inference[::10]]
-    alone = tune.fitted([*inference, *wrong], rates.SHIPPED)
+    alone = tune.fitted([*inference, *wrong], cards.SHIPPED)
     assert worst(alone) < 0.05
-    assert (alone.float8, alone.rates.step_flop) == (rates.SHIPPED.float8, rates.SHIPPED.rates.step_flop)
+    assert (alone.float8, alone.rates.step_flop) == (cards.SHIPPED.float8, cards.SHIPPED.rates.step_flop)
 
 
 ROW = {**dict(zip(tune.SIZES, (64, 2048, 5632, True, False))), "pattern": "topic", "nonzeros": 29.0, "red": {}}
@@ -234,10 +235,10 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     # e4m3 was, but not to the end
     assert "not measured: e4m3, training; their rates stay those of NVIDIA H200" in printed
     assert printed.endswith("\nincomplete: 4 of 6 steps; run again with --budget-s 4000\n")
-    card = rates.in_use(CUDA)
+    card = cards.in_use(CUDA)
     assert card.file == folder / "NVIDIA_H20_3e.json"
-    assert card.rates.launch != rates.SHIPPED.rates.launch
-    assert (card.rates.step_flop, card.float8) == (rates.SHIPPED.rates.step_flop, rates.SHIPPED.float8)
+    assert card.rates.launch != cards.SHIPPED.rates.launch
+    assert (card.rates.step_flop, card.float8) == (cards.SHIPPED.rates.step_flop, cards.SHIPPED.float8)
 
     arguments.kinds = ["training"]
     monkeypatch.setattr(tune, "measure", lambda *args, **named: measure(*args, **named, seconds=0))
@@ -253,8 +254,8 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     assert "nothing to fit" in printed
     # a GPU of another family has no rates of steps
     arguments.kinds = ["gated"]
-    other = dataclasses.replace(rates.SHIPPED, family="sm70")
-    monkeypatch.setattr(rates, "in_use", lambda on: other)
+    other = dataclasses.replace(cards.SHIPPED, family="sm70")
+    monkeypatch.setattr(cards, "in_use", lambda on: other)
     assert tune.run(arguments) == 1
     printed = capsys.readouterr().out
     assert "not measured: e4m3, training; so no rates are written" in printed
@@ -262,7 +263,7 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
 
 
 def test_the_cards_that_ship_are_made_of_rows(small: None, folder: Path, tmp_path: Path, capsys: Any) -> None:
-    out, other, cards = (tmp_path / name for name in ("rows.json", "other.json", "cards.json"))
+    out, other, written_to = (tmp_path / name for name in ("rows.json", "other.json", "cards.json"))
     assert shipped.main(["--shape", "32x272", "--kinds", "gated", "e4m3", "--out", str(out)]) == 0
     assert not list(folder.glob("*.json"))
     data = json.loads(out.read_text())
@@ -270,16 +271,16 @@ def test_the_cards_that_ship_are_made_of_rows(small: None, folder: Path, tmp_pat
     assert [sum(row.get("float8", False) == is_float8 for row in data["rows"]) for is_float8 in (False, True)] == [9, 5]
     assert len(out.read_text().splitlines()) == len(data["rows"]) + 2
     capsys.readouterr()
-    cards.write_text(rates.PATH.read_text())
+    written_to.write_text(cards.PATH.read_text())
     for _ in range(2):
         card = shipped.card_of([shipped.read(out)])
-        assert shipped.ship(card, cards) == cards
-        written = [rates.card_of(each) for each in json.loads(cards.read_text())]
-        assert [each.gpu for each in written] == [*(each.gpu for each in rates.CARDS), GPU]
+        assert shipped.ship(card, written_to) == written_to
+        written = [cards.card_of(each) for each in json.loads(written_to.read_text())]
+        assert [each.gpu for each in written] == [*(each.gpu for each in cards.CARDS), GPU]
         assert (written[-1].kernels, written[-1].date) == ("0123abcd", data["date"])
     assert "times are predicted within" in capsys.readouterr().out
     assert shipped.main(["--from", str(out)]) == 0
-    shipped.write_rows(other, data["rows"], machine=rates.SHIPPED.machine, date="")
+    shipped.write_rows(other, data["rows"], machine=cards.SHIPPED.machine, date="")
     assert shipped.main(["--from", str(out), str(other)]) == 2
     assert f"rates are of one GPU, got rows of NVIDIA H200 and {GPU}" in capsys.readouterr().err
     for text in ("{", "[]", '{"machine": "a GPU", "date": "2026-11-21", "rows": [{"m": 1}]}'):

@@ -17,7 +17,7 @@ from tests.cpu import fake_gpu
 from twell import _configuration
 from twell._activation import Activation
 from twell._runtime import device, host
-from twell.choose import rates
+from twell.choose import cards
 from twell.choose import site as sites
 from twell.choose.plan import Facts, routed
 from twell.choose.rates import Figures, Problem
@@ -384,7 +384,7 @@ def test_kernels_are_tried_where_they_will_run(gated: bool, monkeypatch: pytest.
         layer = layer._replace(w_down=layer.w_down.t())
         return sys.modules["twell.ops.ffn"].on_cuda(layer, call[7], Activation(*call[10:12]), route, False)
 
-    monkeypatch.setattr(rates, "imposed", lambda *_: "")
+    monkeypatch.setattr(cards, "imposed", lambda *_: "")
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.ops.twell, "ffn", ffn)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda on: None)
@@ -412,14 +412,14 @@ def test_kernels_are_tried_where_they_will_run(gated: bool, monkeypatch: pytest.
     assert "TWELL_VLLM=off" in said
     assert tried("dense") == tried("auto", torch.device("cpu")) == ""
     # where "auto" is dense no kernel runs
-    monkeypatch.setattr(rates, "imposed", lambda *_: "costs are not known")
+    monkeypatch.setattr(cards, "imposed", lambda *_: "costs are not known")
     assert tried("auto") == ""
 
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_kernels_of_e4m3_weights_are_tried(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     zeros, calls = torch.zeros, []
-    monkeypatch.setattr(rates, "imposed", lambda *_: "")
+    monkeypatch.setattr(cards, "imposed", lambda *_: "")
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda on: None)
     real = torch.ops.twell.ffn
@@ -438,12 +438,12 @@ def test_the_log_says_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(device, "name", lambda index: "NVIDIA H100")
     monkeypatch.setattr(host, "runner", lambda: "C (libtwell_host.so)")
-    monkeypatch.setattr(rates, "imposed", lambda *_: "")
-    monkeypatch.setattr(rates, "in_use", lambda on: rates.SHIPPED)
+    monkeypatch.setattr(cards, "imposed", lambda *_: "")
+    monkeypatch.setattr(cards, "in_use", lambda on: cards.SHIPPED)
     launches = "launches by C (libtwell_host.so)"
     assert said("auto") == f'strategy "auto", {launches}, rates of NVIDIA H200 (shipped) on NVIDIA H100'
     assert said("row") == f'strategy "row", {launches}'
-    monkeypatch.setattr(rates, "imposed", lambda *_: "costs are not known")
+    monkeypatch.setattr(cards, "imposed", lambda *_: "costs are not known")
     assert said("auto") == 'strategy "auto", which is "dense": costs are not known'
 
 

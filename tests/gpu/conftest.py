@@ -7,7 +7,7 @@ import pytest
 
 from tests import family as families
 from twell import testing
-from twell.choose import rates
+from twell.choose import cards, rates
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,7 +48,7 @@ def times_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" chooses by the GPU's times alone, by rates that ship where it would be dense."""
     monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
     if families.is_without_rates():
-        monkeypatch.setattr(rates, "_on", rates._on)
+        monkeypatch.setattr(cards, "_on", cards._on)
         families.decide_by_shipped_rates()
 
 

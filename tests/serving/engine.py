@@ -54,10 +54,10 @@ def describe(model: Any) -> dict[str, Any]:
 
 def let_auto_choose() -> None:
     """Let the CPU pass for a GPU where "auto" asks."""
-    from twell.choose import rates
+    from twell.choose import cards
     from twell.choose import site as sites
 
-    rates.imposed = lambda *_: ""
+    cards.imposed = lambda *_: ""
     sites.Transfer = lambda values: SimpleNamespace(arrived=lambda: True, read=values.tolist)  # type: ignore[misc]
 
 

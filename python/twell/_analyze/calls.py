@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from twell._analyze.figures import LayerSparsity
 from twell._runtime import geometry
-from twell.choose import rates
+from twell.choose import cards, rates
+from twell.choose.cards import Card
 from twell.choose.plan import Facts, Route, unpackable
-from twell.choose.rates import Card, Figures, Problem
+from twell.choose.rates import Figures, Problem
 from twell.tuning import MERGED_TOKENS
 
 # Layers are far from what was measured beyond the first factor, and there is no verdict beyond the second.
@@ -102,7 +103,7 @@ def _problem(shape: Shape, call: Call, float8: bool = False) -> Problem:
 
 
 def _dense(problem: Problem, card: Card | None) -> float:
-    card = card or rates.SHIPPED
+    card = card or cards.SHIPPED
     own = card.float8 or card.rates if problem.float8 else card.rates
     return rates.dense_us(problem, own, card.sms) / 1e6
 

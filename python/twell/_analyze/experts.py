@@ -14,8 +14,9 @@ from twell._activation import NAMES_OF_FAMILY, Activation
 from twell._analyze.layers import WatchedExperts, patterns
 from twell._runtime import geometry
 from twell._text import aligned, as_percent
+from twell.choose.cards import Card
 from twell.choose.plan import Facts, unpackable
-from twell.choose.rates import Card, experts_seconds
+from twell.choose.rates import experts_seconds
 
 # Sequences of the steps of decoding.
 STEPS = (1, 8, 32, 64, 128, 256)

@@ -27,9 +27,9 @@ from twell._analyze.experts import ExpertsSparsity, ExpertsTally
 from twell._analyze.figures import LayerSparsity, Tally
 from twell._arguments import require, require_integer
 from twell._text import aligned, as_percent, counted, listed
-from twell.choose import rates
+from twell.choose import cards, rates
+from twell.choose.cards import Card
 from twell.choose.plan import Route
-from twell.choose.rates import Card
 
 DECODE, PREFILL, TRAINING = (1, 64), (16384,), (16384,)
 
@@ -189,7 +189,7 @@ def analyze(
     require("model", model, nn.Module, "an nn.Module")
     if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"batches must be a list or another iterable of batches, got {type(batches).__name__}")
-    card = rates.in_use(next((p.device for p in model.parameters()), torch.device("cpu")))
+    card = cards.in_use(next((p.device for p in model.parameters()), torch.device("cpu")))
     calls = calls_of(prefill, decode, training)
     for call in calls:
         require_integer(f"each number of {call.kind}", call.tokens, 1)

@@ -34,7 +34,7 @@ class Facts(NamedTuple):
     name: what errors speak of. strategy, invariant, compression: what was asked for, as it was given; "auto" for an
     ``AutoStrategy``, which is the ``site``. screen: whether "union" screens, or "auto" may. n, k: sizes of the layer;
     None where they are known to fit. dtype, device: the dtype of the operands, after autocast, and the type
-    of their device. imposed: why "auto" is dense on this device (``rates.imposed``). training: whether a gradient will
+    of their device. imposed: why "auto" is dense on this device (``cards.imposed``). training: whether a gradient will
     be needed. needing: the operands that require it. moving: whether the threshold is a tensor. called: whether the
     layer must call its projections, since one is more than a weight and a bias. transformed, overridden: what asks for
     a transform, or overrides PyTorch's operators, in words. onnx, exporting, tracing: whether the call is traced for

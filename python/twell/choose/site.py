@@ -24,7 +24,7 @@ from twell import _modes
 from twell._arguments import require_integer
 from twell._runtime import device, geometry
 from twell._runtime.log import logger
-from twell.choose import rates
+from twell.choose import cards, rates
 from twell.choose.explanation import Choice
 from twell.choose.plan import Route, route_of
 
@@ -287,7 +287,7 @@ class AutoStrategy:
         # what computes calls whose route holds while their bucket has its version, ``ops.calls``
         self.made: dict[tuple[Any, ...], Any] = {}
         # of the GPU of the latest call
-        self._card = rates.SHIPPED
+        self._card = cards.SHIPPED
 
     def _forget_routes(self, bucket: Bucket | None = None) -> None:
         """Let the calls of a bucket, by default of all, ask for their routes again."""
@@ -358,7 +358,7 @@ class AutoStrategy:
         problem = rates.Problem(*sizes, not capturing, float8, one_pass)
         holder = self if training and _modes.checkpointed() else None
         if real:
-            self._card = rates.in_use(x.device)
+            self._card = cards.in_use(x.device)
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
             strategy, held = self._peek(problem, record=capturing)
             return route_of(strategy, None, holder, held)
@@ -614,7 +614,7 @@ def without_site(
     eager = not (type(x) is Tensor and _modes.capturing(x))
     sizes = tokens_of(x), x.shape[-1], n, gated, training, down_copied
     problem = rates.Problem(*sizes, False, eager, float8, one_pass)
-    return route_of(rates.decide_once(problem, rates.in_use(x.device)))
+    return route_of(rates.decide_once(problem, cards.in_use(x.device)))
 
 
 # The sites of layers by the memory of their first weights, with what tells that a weight is gone: how the operators

@@ -16,7 +16,8 @@ from twell._analyze.figures import LayerSparsity
 from twell._analyze.layers import found
 from twell._analyze.report import DECODE, PREFILL, TRAINING, Analysis, calls_of
 from twell._runtime import geometry
-from twell.choose.rates import ASSUMED_DENSITY, in_use
+from twell.choose.cards import in_use
+from twell.choose.rates import ASSUMED_DENSITY
 from twell.commands import saved_model, served
 from twell.commands.request import RequestError, at_least, check_file, number_above, pick_device
 from twell.integrations import layouts

@@ -13,7 +13,7 @@ import torch
 import twell
 from twell._runtime import cache, device, env, fingerprint, host, packaged, specs
 from twell._runtime.log import logger
-from twell.choose.rates import read
+from twell.choose.cards import read
 
 # nvidia-cutlass-dsl is the compiler, which is optional
 PACKAGES: tuple[str, ...] = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")

@@ -26,8 +26,9 @@ from torch import Tensor
 from twell import testing
 from twell._runtime import cache, fingerprint, geometry
 from twell._runtime import device as driver
-from twell.choose import rates
-from twell.choose.rates import Card, Figures, Problem, Rates
+from twell.choose import cards, rates
+from twell.choose.cards import Card, Rates
+from twell.choose.rates import Figures, Problem
 from twell.commands import timing
 from twell.commands.request import RequestError, number_above, pick_device
 from twell.ops import screened
@@ -534,14 +535,14 @@ def tune(
     arguments: argparse.Namespace,
     device: timing.Device,
     keep: Callable[[list[Row], Card, bool], None] = lambda rows, card, complete: None,
-    write: Callable[[Card], Any] | None = rates.write,
+    write: Callable[[Card], Any] | None = cards.write,
 ) -> int:
     """``run`` on a device. ``keep`` gets all rows so far after each step, and whether they are all."""
     try:
-        cache.open_folder(rates.FOLDER)
+        cache.open_folder(cards.FOLDER)
     except (OSError, cache.UnsafeCacheError, ValueError) as error:
         raise RequestError(f"the rates cannot be written: {error}") from error
-    on, before = device.torch_device, rates.in_use(device.torch_device)
+    on, before = device.torch_device, cards.in_use(device.torch_device)
     sms = driver.sm_count(on.index or 0) if on.type == "cuda" else before.sms
     card = dataclasses.replace(
         before, machine=testing.machine_line(on), date=now(), kernels=fingerprint.source_hash(), sms=sms, file=None
@@ -555,7 +556,7 @@ def tune(
     whole = [each for each in usable(rows) if part_of(each.problem) not in left]
     others = {*PARTS} - {part_of(each.problem) for each in whole}
     # those of another family would mislead
-    can_use = before.file or any(each.family == card.family for each in rates.CARDS) or others <= {"e4m3"}
+    can_use = before.file or any(each.family == card.family for each in cards.CARDS) or others <= {"e4m3"}
     card = fitted(whole, card)
     print(report(whole, card))
     if others:

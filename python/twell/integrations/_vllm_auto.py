@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from twell import _files
 from twell._runtime import cache, env
-from twell.choose.rates import UNUSABLE, Figures, Problem
+from twell.choose.cards import UNUSABLE
+from twell.choose.rates import Figures, Problem
 from twell.choose.site import AutoStrategy, Screen, enroll
 from twell.integrations import layouts, vllm
 

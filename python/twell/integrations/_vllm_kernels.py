@@ -6,7 +6,7 @@ import torch
 
 from twell._activation import Activation
 from twell._runtime import device, host, specs
-from twell.choose import rates
+from twell.choose import cards
 from twell.choose.plan import Route
 from twell.float8 import E4M3
 
@@ -21,7 +21,7 @@ _REMEDY = (
 
 def dense_because(route: Route, on: torch.device) -> str:
     """Why "auto" is "dense" on a device; "" where it chooses, and for other strategies."""
-    return rates.imposed(on.type, on.index) if route.strategy == "auto" else ""
+    return cards.imposed(on.type, on.index) if route.strategy == "auto" else ""
 
 
 def trouble(
@@ -83,6 +83,6 @@ def described(route: Route, on: torch.device, float8: bool = False, experts: boo
         return f"{strategy}, {launches}"
     if float8:
         return f"{strategy}, {launches}, estimated costs"
-    card = rates.in_use(on)
+    card = cards.in_use(on)
     source = "shipped" if card.file is None else str(card.file)
     return f"{strategy}, {launches}, rates of {card.gpu} ({source}) on {device.name(on.index or 0)}"

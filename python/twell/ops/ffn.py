@@ -34,8 +34,9 @@ from twell import _memory, _modes, tuning
 from twell._activation import Activation, activation_of
 from twell._runtime import geometry, nvtx, specs
 from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
+from twell.choose.cards import imposed_on_call
 from twell.choose.plan import Facts, Route, routed
-from twell.choose.rates import SCREENED, imposed_on_call
+from twell.choose.rates import SCREENED
 from twell.choose.site import AutoStrategy, found, site_of, without_site
 from twell.ops import calls, decode, dense, e4m3, screened, union
 from twell.ops.calls import Run
