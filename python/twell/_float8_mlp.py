@@ -51,10 +51,6 @@ class Float8Projection(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         watch()
 
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        watch()
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         own = self.weight, self.weight_scale
         return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]

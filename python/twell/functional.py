@@ -584,7 +584,7 @@ def _chosen(
         # what has its shape
         x = layer.gate[..., :1].expand(*layer.gate.shape[:-1], k)
     if training and site is not None and _modes.tracing(m := tokens_of(x)):
-        route = route_of(site.trace(m, copied))
+        route = route_of(site.trace(m))
     elif site is not None:
         route = site.begin(x, n, layer.w_up is not None, training, copied, False, one_pass, layer.scaled)
     else:

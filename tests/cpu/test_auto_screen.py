@@ -167,7 +167,7 @@ def test_nothing_is_counted_in_vain(
 
 
 def test_compiled_training_screens_as_calls_did_until_that_is_off(screens: Arrivals, fresh_dynamo: None) -> None:
-    mlp, x = uneven(SparseGatedMLP), torch.randn(256, K).to(BF16)
+    mlp, x = uneven(SparseGatedMLP), torch.randn(512, K).to(BF16)
     for _ in range(3):
         mlp(x)
     compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)

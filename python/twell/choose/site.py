@@ -28,10 +28,9 @@ from twell.choose import cards, rates
 from twell.choose.explanation import Choice
 from twell.choose.plan import Route, route_of
 
-# Compiled graphs of training, whose number of tokens may be symbolic, know two classes: at most this many tokens, and
-# more. The decision of a class is that of its typical number.
-FEW = 256
-_TYPICAL = {True: 64, False: 16384}
+# Compiled graphs of training, whose number of tokens may be symbolic, are dense for at most so many. For more they run
+# what most calls do or, before any, what is right for the typical number.
+FEW, _TYPICAL = 256, 16384
 
 Screen = Literal["auto", "off"]
 
@@ -190,7 +189,7 @@ class Bucket:
 
 @dataclasses.dataclass
 class _Graph:
-    """The strategy of compiled graphs of one class. Fixed once ``traced``; tracing reads ``strategy`` alone."""
+    """The strategy of compiled graphs that train. Fixed once ``traced``; tracing reads ``strategy`` alone."""
 
     strategy: str
     reason: str
@@ -274,7 +273,7 @@ class AutoStrategy:
         self._buckets: dict[tuple[bool, int], Bucket] = {}
         # by kind and tokens
         self._captures: dict[tuple[bool, int], rates.Decision] = {}
-        self._graphs = tuple(_Graph(*rates.UNTRAINED[:2]) for _ in _GRAPH_KINDS)
+        self._graph = _Graph(*rates.UNTRAINED[:2])
         self._connect()
 
     def _connect(self) -> None:
@@ -303,7 +302,7 @@ class AutoStrategy:
                 "_buckets": {key: dataclasses.replace(bucket) for key, bucket in self._buckets.items()},
                 "_captures": dict(self._captures),
                 # a graph belongs to the original
-                "_graphs": tuple(dataclasses.replace(graph, traced=False) for graph in self._graphs),
+                "_graph": dataclasses.replace(self._graph, traced=False),
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -334,10 +333,9 @@ class AutoStrategy:
             for bucket in self._buckets.values():
                 bucket.decision = None
             self._forget_routes()
-            for graph in self._graphs:
-                if graph.strategy == rates.SCREENED:
-                    # it is traced again
-                    graph.strategy, graph.reason = "union", "the screen was switched off"
+            if self._graph.strategy == rates.SCREENED:
+                # it is traced again
+                self._graph.strategy, self._graph.reason = "union", "the screen was switched off"
 
     def begin(
         self,
@@ -470,20 +468,21 @@ class AutoStrategy:
                 tokens = f"{low} to {high}" if low < high else str(high)
                 about = (layer, _kind(training), tokens, "captured", *decision[:2])
                 rows.append(Choice(*about, costs=decision.costs))
-            for (_, few), graph in zip(_GRAPH_KINDS, self._graphs):
-                if graph.traced:
-                    tokens = f"up to {FEW}" if few else f"more than {FEW}"
-                    rows.append(Choice(layer, _kind(True), tokens, "compiled", graph.strategy, graph.reason))
+            if self._graph.traced:
+                rows.append(
+                    Choice(layer, _kind(True), f"more than {FEW}", "compiled", self._graph.strategy, self._graph.reason)
+                )
             return rows
 
-    def trace(self, m: Any, down_copied: bool) -> str:
+    def trace(self, m: Any) -> str:
         """The choice of compiled graphs that train on ``m`` tokens, which may be symbolic.
 
         Dynamo guards on values read here; none changes after its first read.
         """
-        graph = self._graphs[_graph_index(down_copied, True if m <= FEW else False)]
-        graph.traced = True
-        return graph.strategy
+        if m <= FEW:
+            return "dense"
+        self._graph.traced = True
+        return self._graph.strategy
 
     def _peek(self, problem: rates.Problem, record: bool) -> tuple[str, int]:
         """The current choice and room, for a call that is neither counted nor measured."""
@@ -576,28 +575,19 @@ class AutoStrategy:
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
             change = decision.strategy if before is None else f"{before.strategy} -> {decision.strategy}"
             logger.info("%s: strategy %s, %s%s", layer, change, decision.reason, _measured(figures))
-        self._decide_graphs(problem)
+        self._decide_graph(problem)
         return decision
 
-    def _decide_graphs(self, latest: rates.Problem) -> None:
-        """Decide for graphs compiled from now on: as most calls of their class ran, or by the nearest figures."""
-        for (down_copied, few), graph in zip(_GRAPH_KINDS, self._graphs):
-            if graph.traced:
-                continue
-            alike = [
-                (bucket.calls, key[1], bucket.problem._replace(eager=False), bucket.figures or self._nearest(key))
-                for key, bucket in self._buckets.items()
-                if key[0]
-                and bucket.problem.down_copied == down_copied
-                and (bucket.problem.m <= FEW) == few
-                and bucket.decision is not None
-            ]
-            if alike:
-                decision = self._best(*max(alike, key=lambda each: each[:2])[2:])
-            else:
-                figures = self._nearest((True, _bucket(_TYPICAL[few])))
-                decision = self._best(rates.Problem(_TYPICAL[few], *latest[1:4], True, down_copied), figures)
-            graph.strategy, graph.reason = decision.strategy, decision.reason
+    def _decide_graph(self, latest: rates.Problem) -> None:
+        """Decide for graphs compiled from now on: as most steps ran, or by the nearest figures."""
+        if self._graph.traced:
+            return
+        steps = [bucket for key, bucket in self._buckets.items() if key[0] and bucket.problem.m > FEW]
+        usual = max(steps, key=lambda bucket: (bucket.calls, bucket.problem.m), default=None)
+        problem = rates.Problem(_TYPICAL, *latest[1:4], True) if usual is None else usual.problem
+        figures = (usual and usual.figures) or self._nearest((True, _bucket(problem.m)))
+        decision = self._best(problem._replace(eager=False), figures)
+        self._graph.strategy, self._graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> rates.Figures | None:
         """The figures of the bucket nearest in number of tokens; of two, the one of the same kind."""
@@ -662,15 +652,6 @@ def tokens_of(x: Tensor) -> int:
         # torch.Size.numel would turn a symbol into an integer
         m = m * size
     return m
-
-
-# Kinds of compiled graphs of training: whether they copy the down weight, whether their tokens are few.
-_GRAPH_KINDS = tuple((i > 1, i % 2 > 0) for i in range(4))
-
-
-def _graph_index(down_copied: bool, few: bool) -> int:
-    """The index in ``_GRAPH_KINDS``; traced booleans are not integers."""
-    return (2 if down_copied else 0) + (1 if few else 0)
 
 
 def _bucket(m: int) -> int:
