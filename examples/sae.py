@@ -1,239 +1,231 @@
-"""Train sparse autoencoders on what an FFN of a small model adds to the residual stream, and chart loss against L0.
+"""Train sparse autoencoders on what a module of a language model returns, and chart loss against features per token.
 
-    python examples/sae.py --out runs/sae
-    python examples/sae.py --out runs/topk --activation topk --sparsity 8 16 32 64 --width 16384
+    python examples/sae.py --model runs/books/final --text ~/books --output_dir runs/sae
+    python examples/sae.py --model MODEL --text ~/books --output_dir runs/topk --activation topk --sparsity 16 32 64
 
-The model is that of ``twell demo``: bytes of your --text, or of Python's standard library, in and out. One autoencoder
-is trained for each value of --sparsity. The same command resumes a run that stopped. OUT/results.json has the figures
-on held-back text, OUT/chart.png the chart, and OUT/sae-VALUE.pt each autoencoder.
+MODEL is a folder or a Hub id of a causal model of transformers with its tokenizer. One autoencoder is trained for each
+value of --sparsity: a coefficient of L1 or L0, or k. The same command resumes a run that stopped. OUT/VALUE/final has
+the autoencoder, OUT/VALUE/chart.png the chart of its training, OUT/results.json and OUT/chart.png the figures of all on
+held-out text.
 """
 
 from __future__ import annotations
 
-import argparse
+import copy
 import json
-import os
 import sys
-import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# spinning threads would take cores from other work; torch reads this at import
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import torch
+from runs import NON_ZEROS, Text, fit, parse, require, sequences
+from safetensors.torch import load_file
 from torch import Tensor
-from training import RequestError
-from training.activations import SHAPE, Activations, load, options, save, trained_model
-from training.optimizer import require_finite
-from training.stop import Stop
+from torch.utils.data import default_collate
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
 
 from twell import _files
-from twell.commands.demo.corpus import even_windows, read_corpus, windows
-from twell.commands.request import RequestError as Refused
-from twell.commands.request import at_least, number_above, pick_device
+from twell.commands.request import RequestError, exit_status
 from twell.nn import SparseAutoencoder
 
 # by activation: the coefficients of the L1 or L0 term, or k
-SPARSITY = {
-    "relu": [0.3, 1.0, 3.0, 10.0],
-    "jumprelu": [0.1, 0.3, 1.0, 3.0],
-    "topk": [8, 16, 32, 64],
-    "batchtopk": [8, 16, 32, 64],
-}
+SPARSITY = {"relu": [0.3, 1.0, 3.0, 10.0], "jumprelu": [0.1, 0.3, 1.0, 3.0]}
+SPARSITY |= {name: [8.0, 16.0, 32.0, 64.0] for name in ("topk", "batchtopk")}
 # the coefficient grows over this share of the steps, and the learning rate falls over the last
 WARMUP, DECAY = 0.2, 0.2
 # of the term that lets dead features learn what is missing (arXiv 2406.04093, appendix A.2)
 AUXILIARY = 1 / 32
-HELD_WINDOWS = 64
-# the third of four FFNs
-LAYER = 2
-# options that a resumed run must share with the saved one
-IDENTITY = ("text", "seed", "model_steps", "layer", "activation", "width", "batch", "lr", "steps", "dead_after")
+# sequences of the text by which activations are scaled and centred, and of held-out text
+SAMPLE = 64
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "sae.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+@dataclass
+class Options(Text):
+    """Options of the activations and of the autoencoders."""
+
+    model: str = field(kw_only=True, metadata={"help": "a folder of save_pretrained with its tokenizer, or a Hub id"})
+    module: str | None = field(default=None, metadata={"help": "name of the module (default: the FFN in the middle)"})
+    activation: str = field(default="jumprelu", metadata={"help": "of the codes", "choices": list(SPARSITY)})
+    sparsity: list[float] | None = field(default=None, metadata={"help": f"coefficients, or k; {SPARSITY}"})
+    width: int = field(default=1024, metadata={"help": "features"})
+    dead_after: int = field(default=100_000, metadata={"help": "tokens without firing after which a feature is dead"})
+    strategy: str = field(
+        default="auto", metadata={"help": "of the autoencoder", "choices": ["auto", "dense", "row", "union"]}
     )
-    add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="OUT", help="folder of the run")
-    add("--text", type=Path, metavar="DIR", help="text files (default: the standard library's source)")
-    add("--model-steps", type=at_least(1), default=400, metavar="N", help="steps of the model (%(default)s)")
-    add("--layer", type=int, choices=range(SHAPE.layers), default=LAYER, help="whose FFN is explained (%(default)s)")
-    add("--activation", choices=SPARSITY, default="jumprelu", help="(%(default)s)")
-    add("--sparsity", type=number_above(0), nargs="+", metavar="S", help=f"coefficients, or k ({SPARSITY})")
-    add("--width", type=at_least(8), default=1024, metavar="N", help="features of an autoencoder (%(default)s)")
-    add("--steps", type=at_least(1), default=500, metavar="N", help="of an autoencoder (%(default)s)")
-    add("--batch", type=at_least(1), default=8, metavar="N", help=f"windows of {SHAPE.context} tokens (%(default)s)")
-    add("--lr", type=number_above(0), default=3e-3, help="(%(default)s)")
-    add("--dead-after", type=at_least(1), default=100_000, metavar="N", help="tokens without firing (%(default)s)")
-    add("--strategy", choices=["auto", "dense", "row", "union"], default="auto", help="of twell (auto)")
-    add("--checkpoint-every", type=at_least(1), default=100, metavar="N", help="steps (%(default)s)")
-    add("--report-every", type=at_least(1), default=50, metavar="N", help="steps (%(default)s)")
-    add("--seed", type=int, default=0, help="(%(default)s)")
-    add("--device", help="cuda, cuda:INDEX or cpu (default: cuda if there is one)")
-    choice = parser.parse_args(arguments)
-    asked: Any = choice.sparsity or SPARSITY[choice.activation]
-    choice.sparsity = list(dict.fromkeys(asked))
-    if choice.activation == "topk" and any(k % 1 for k in choice.sparsity):
-        raise RequestError(f"--sparsity: expected whole numbers for topk, got {choice.sparsity}")
-    return choice
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sparsity = list(dict.fromkeys(self.sparsity or SPARSITY[self.activation]))
+        require("--sparsity", min(self.sparsity) > 0, "numbers above 0", self.sparsity)
+        whole = self.activation != "topk" or all(k % 1 == 0 for k in self.sparsity)
+        require("--sparsity", whole, "whole numbers for topk", self.sparsity)
+        require("--width", self.width > 7, "8 or more", self.width)
+        require("--dead_after", self.dead_after > 0, "1 or more", self.dead_after)
 
 
-class Trial:
-    """An autoencoder of one sparsity, its optimizer and its step: what a checkpoint keeps."""
+class Activations:
+    """What a module of a model returns, [tokens, d], over ``scale``."""
 
-    def __init__(self, choice: argparse.Namespace, sparsity: float, sample: Tensor) -> None:
-        self.choice, self.sparsity = choice, sparsity
-        self.path = choice.out / f"sae-{sparsity:g}.pt"
-        self.by_k = choice.activation in ("topk", "batchtopk")
-        torch.manual_seed(choice.seed)
-        form: Any = {"activation": choice.activation, "strategy": choice.strategy, "device": sample.device}
-        if choice.activation == "jumprelu":
+    def __init__(self, model: Any, name: str | None) -> None:
+        names = [each for each, _ in model.named_modules() if each.rpartition(".")[2] in ("mlp", "feed_forward")]
+        self.model, self.scale, self.name = (
+            model.eval().requires_grad_(False),
+            1.0,
+            name or "".join(names[len(names) // 2 :][:1]),
+        )
+        modules = dict(model.named_modules())
+        require(
+            "--module", self.name in modules and bool(self.name), f"a module's name, as {names[:3]}", repr(self.name)
+        )
+        modules[self.name].register_forward_hook(self._hook)
+        self.seen = torch.empty(0, device="cpu")
+        self._replace: Callable[[Tensor], Tensor] | None = None
+
+    def _hook(self, module: Any, inputs: Any, output: Any) -> Any:
+        y = output[0] if isinstance(output, tuple) else output
+        self.seen = y.flatten(0, -2).float() / self.scale
+        if self._replace is None:
+            return None
+        y = (self._replace(self.seen) * self.scale).view_as(y).to(y.dtype)
+        return (y, *output[1:]) if isinstance(output, tuple) else y
+
+    def of(self, ids: Tensor) -> Tensor:
+        """The activations on tokens [rows, sequence]."""
+        self.loss(ids)
+        return self.seen
+
+    @torch.no_grad()
+    def loss(self, ids: Tensor, replace: Callable[[Tensor], Tensor] | None = None) -> float:
+        """The model's cross-entropy in nats, with activations replaced."""
+        self._replace, model = replace, self.model.to(ids.device)
+        return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+def _contiguous(sae: Any, state: dict[str, Tensor], *more: Any) -> None:
+    state.update({name: value.contiguous() for name, value in state.items()})
+
+
+class Explaining(SparseAutoencoder):
+    """An autoencoder that Trainer trains on tokens: its loss is that on the activations there."""
+
+    def __init__(self, options: Options, sparsity: float, read: Callable[[Tensor], Tensor], sample: Tensor) -> None:
+        form: dict[str, Any] = {"activation": options.activation, "strategy": options.strategy}
+        self.by_k = options.activation in ("topk", "batchtopk")
+        if options.activation == "jumprelu":
             # where a sixth of the features fire at first: with L0 alone thresholds rise slowly
             form["threshold"] = 1.0
         if self.by_k:
-            form["k"] = int(sparsity) if choice.activation == "topk" else sparsity
-        self.sae = SparseAutoencoder(sample.shape[1], choice.width, **form)
+            form["k"] = int(sparsity) if options.activation == "topk" else sparsity
+        super().__init__(sample.shape[1], options.width, **form)
         with torch.no_grad():
-            self.sae.b_dec.copy_(sample.mean(0))
-        self.optimizer = torch.optim.Adam(self.sae.parameters(), lr=choice.lr, betas=(0.9, 0.999))
-        self.done = 0
-        self.same = options(choice, IDENTITY)
-        state = load(self.path, self.same)
-        if state:
-            self.sae.load_state_dict(state["sae"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.done = state["done"]
+            self.b_dec.copy_(sample.mean(0))
+        self.options, self.sparsity, self.read, self.share = options, sparsity, read, 0.0
+        self.figures: dict[str, Tensor] = {}
+        # safetensors wants it
+        self.register_state_dict_post_hook(_contiguous)  # type: ignore[no-untyped-call]
 
-    def save(self) -> None:
-        state = {"sae": self.sae.state_dict(), "optimizer": self.optimizer.state_dict(), "done": self.done}
-        save(self.path, {"options": self.same, **state})
-
-    def dead(self) -> Tensor:
-        dead: Tensor = self.sae.dead(self.choice.dead_after)
-        return dead
-
-    def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a step on x [tokens, d]; y and the loss."""
-        share = self.done / self.choice.steps
-        self.optimizer.param_groups[0]["lr"] = self.choice.lr * min(1.0, (1 - share) / DECAY)
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda"):
-            y, aux = self.sae(x, return_aux=True)
-            loss = (y.float() - x).square().sum(1).mean()
-            if self.by_k:
-                loss = loss + AUXILIARY * self.sae.auxiliary_loss(x, y, self.dead())
-            else:
-                penalty = aux.l0 if self.choice.activation == "jumprelu" else aux.l1
-                loss = loss + self.sparsity * min(1.0, share / WARMUP) * penalty
-        loss.backward()
-        # rows of the decoder keep norm 1, or L1 would shrink codes and lengthen rows; that undoes any step along a row
-        self.sae.remove_parallel_gradients_()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.sae.normalize_decoder_()
-        self.done += 1
-        return y.detach(), loss.detach()
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+        x = self.read(input_ids)
+        y, aux = super().forward(x, return_aux=True)
+        loss = (y.float() - x).square().sum(1).mean()
+        dead = self.dead(self.options.dead_after)
+        unexplained = (y.float() - x).square().sum() / (x - x.mean(0)).square().sum()
+        self.figures = {NON_ZEROS: aux.l0.detach(), "explained": 1 - unexplained.detach(), "dead": dead.float().mean()}
+        if self.by_k:
+            loss = loss + AUXILIARY * self.auxiliary_loss(x, y, dead) if self.training else loss
+        else:
+            penalty = aux.l0 if self.options.activation == "jumprelu" else aux.l1
+            loss = loss + self.sparsity * min(1.0, self.share / WARMUP) * penalty
+        return {"loss": loss}
 
 
-def figures(x: Tensor, y: Tensor, trial: Trial) -> dict[str, float]:
-    """Share of the variance that y explains, and of dead features."""
-    explained = 1 - float((x - y.float()).square().sum() / (x - x.mean(0)).square().sum())
-    return {"explained": explained, "dead": float(trial.dead().float().mean())}
+class Steps(TrainerCallback):  # type: ignore[misc]
+    """What a step of an autoencoder has besides that of its optimizer."""
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """The coefficient of the step."""
+        model.share = state.global_step / state.max_steps
 
-def fit(trial: Trial, read: Callable[[int], Tensor], stop: Stop) -> None:
-    """Train to the last step or until a signal, and save."""
-    choice, since = trial.choice, time.perf_counter()
-    while trial.done < choice.steps and stop.signal is None:
-        x = read(trial.done)
-        y, loss = trial.step(x)
-        if trial.done % choice.report_every == 0 or trial.done == choice.steps:
-            require_finite(trial.done, "a smaller --lr", loss=float(loss))
-            l0 = float((trial.sae.encode(x).detach() != 0).sum(1).float().mean())
-            now, since = time.perf_counter() - since, time.perf_counter()
-            print(
-                "sparsity {s:g}  step {done:6,}/{steps:,}  loss {loss:8.3f}  L0 {l0:7.1f}  explained {explained:6.1%}  "
-                "dead {dead:6.1%}  {speed:9,.0f} tokens/s".format(
-                    s=trial.sparsity, done=trial.done, steps=choice.steps, loss=float(loss), l0=l0,
-                    speed=choice.report_every * len(x) / now, **figures(x, y, trial),
-                ),
-                flush=True,
-            )  # fmt: skip
-        if trial.done % choice.checkpoint_every == 0:
-            trial.save()
-    trial.save()
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Rows of the decoder keep norm 1, or L1 would shrink codes; that undoes steps along a row."""
+        model.remove_parallel_gradients_()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Rows of norm 1."""
+        model.normalize_decoder_()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, model: Any = None, **kwargs: Any) -> None:
+        """Figures of the last step in the log of training."""
+        if "loss" in (logs or {}):
+            found = {name: float(value) for name, value in model.figures.items()}
+            logs.update(found)
+            state.log_history[-1].update(found)
 
 
 @torch.no_grad()
-def evaluate(trial: Trial, activations: Activations, held: Tensor) -> dict[str, float]:
-    """Figures on held-back text, with the model's loss where the reconstruction replaces the activations."""
-    x, sae = activations.of(held), trial.sae.eval()
-    y, aux = sae(x, return_aux=True)
-    losses = {"loss": activations.loss(held, sae), "loss_without": activations.loss(held)}
-    return {"sparsity": trial.sparsity, "l0": float(aux.l0), **figures(x, y, trial), **losses}
+def evaluate(sae: Explaining, activations: Activations, ids: Tensor) -> dict[str, float]:
+    """Figures on held-out text, with the model's loss where the reconstruction replaces the activations."""
+    sae.eval()(ids)
+    found = {"sparsity": sae.sparsity, **{name: float(value) for name, value in sae.figures.items()}}
+    decoded: Callable[[Tensor], Tensor] = super(Explaining, sae).forward
+    return found | {"loss": activations.loss(ids, decoded), "loss_without": activations.loss(ids)}
 
 
 def chart(rows: list[dict[str, float]], path: Path) -> None:
-    """Unexplained variance and the rise of the model's loss against L0."""
-    from matplotlib.figure import Figure
-
-    rows = sorted(rows, key=lambda row: row["l0"])
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    values = {
-        "unexplained variance": [1 - row["explained"] for row in rows],
-        "rise of the model's loss, nats per byte": [row["loss"] - row["loss_without"] for row in rows],
-    }
-    for axes, (name, ys) in zip(figure.subplots(1, 2), values.items(), strict=True):
-        axes.plot([row["l0"] for row in rows], ys, marker="o")
-        for row, y in zip(rows, ys, strict=True):
-            axes.annotate(f"{row['sparsity']:g}", (row["l0"], y), xytext=(4, 4), textcoords="offset points")
-        axes.set(xlabel="L0: features per token", ylabel=name)
-    figure.savefig(path, dpi=150)
-
-
-def run(choice: argparse.Namespace) -> int:
-    device = pick_device(choice.device)
-    choice.out.mkdir(parents=True, exist_ok=True)
-    corpus = read_corpus(choice.text, choice.seed, minimum=HELD_WINDOWS * (SHAPE.context + 1))
-    model = trained_model(choice, corpus, device)
-    if model is None:
-        return 130
-    text, length = corpus.train.to(device), SHAPE.context + 1
-    sample, held = (even_windows(part.to(device), HELD_WINDOWS, length) for part in (text, corpus.held))
-    activations = Activations(model, choice.layer, sample)
-
-    def read(step: int) -> Tensor:
-        """The activations of a step, which are the same in a resumed run."""
-        generator = torch.Generator().manual_seed(choice.seed * 1_000_003 + step)
-        starts = torch.randint(len(text) - length + 1, (choice.batch,), generator=generator, device="cpu")
-        return activations.of(windows(text, starts.to(device), length))
-
-    rows: list[dict[str, float]] = []
-    with Stop(print) as stop:
-        for sparsity in choice.sparsity:
-            trial = Trial(choice, sparsity, activations.of(sample))
-            fit(trial, read, stop)
-            if stop.signal is not None:
-                return 128 + stop.signal
-            rows.append(evaluate(trial, activations, held))
-            _files.write_text(choice.out / "results.json", json.dumps(rows, indent=1) + "\n")
-            print("held-back text:", "  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
+    """Unexplained variance and the rise of the model's loss against features per token."""
     try:
-        chart(rows, choice.out / "chart.png")
+        from matplotlib.figure import Figure
     except ImportError:
-        print("no chart: it needs matplotlib, pip install 'twell[plots]'")
-    return 0
+        return
+    rows = sorted(rows, key=lambda row: row[NON_ZEROS])
+    figure, at = Figure(figsize=(9, 3.6), layout="constrained"), [row[NON_ZEROS] for row in rows]
+    left, right = figure.subplots(1, 2)
+    left.plot(at, [1 - row["explained"] for row in rows], marker="o")
+    right.plot(at, [row["loss"] - row["loss_without"] for row in rows], marker="o")
+    left.set(xlabel="features per token", ylabel="unexplained variance")
+    right.set(xlabel="features per token", ylabel="rise of the model's loss, nats")
+    figure.savefig(path, dpi=120)
 
 
 def main(arguments: list[str] | None = None) -> int:
+    return exit_status("sae.py", lambda: run(arguments))
+
+
+def run(arguments: list[str] | None) -> int:
+    options, training = parse(
+        "sae.py", __doc__, Options, arguments, learning_rate=3e-3, weight_decay=0.0, adam_beta2=0.999,
+        max_grad_norm=0.0, lr_scheduler_type="warmup_stable_decay", prediction_loss_only=True,
+    )  # fmt: skip
+    training.lr_scheduler_kwargs = {"num_decay_steps": int(DECAY * training.max_steps)}
+    options.files()
     try:
-        return run(parse(arguments))
-    except (RequestError, Refused, ImportError) as error:
-        print(f"sae.py: error: {error}", file=sys.stderr)
-        return 2
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"--model: expected a causal model, got {' '.join(str(error).split())}") from error
+    activations = Activations(model, options.module)
+    data, out = sequences(options, training, tokenizer), Path(training.output_dir)
+    sample, held = (
+        default_collate([part[row] for row in range(min(SAMPLE, len(part)))])["input_ids"].to(training.device)
+        for part in data[1:]
+    )
+    activations.scale = float(activations.of(sample).square().mean().sqrt())
+    rows: list[dict[str, float]] = []
+    for sparsity in options.sparsity:
+        own = copy.copy(training)
+        own.output_dir = str(out / f"{sparsity:g}")
+        set_seed(training.seed)
+        sae = Explaining(options, sparsity, activations.of, activations.of(sample))
+        fit(sae, options, own, data, [Steps()])
+        # one that has ended before was not trained again
+        sae.load_state_dict(load_file(out / f"{sparsity:g}" / "final" / "model.safetensors"))
+        rows.append(evaluate(sae, activations, held))
+        _files.write_text(out / "results.json", json.dumps(rows, indent=1) + "\n")
+        print("held-out text:", "  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
+    chart(rows, out / "chart.png")
+    return 0
 
 
 if __name__ == "__main__":

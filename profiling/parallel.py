@@ -3,7 +3,7 @@
     python -m torch.distributed.run --nproc-per-node 2 -m profiling.parallel --out profiling/results/parallel.json
 
 The model is one of those of ``profiling.bench model --config``, random weights with the sparsity of trained ones, the
-same on all ranks; the modes are those of examples/train.py --parallel, and "alone", in which no rank waits for another.
+same on all ranks; in mode "alone" no rank waits for another.
 A step is forward, cross-entropy and L1, backward, clipping and AdamW of rate 0, which keeps the sparsity, in bfloat16
 over fp32 weights. Each rank has --micro-batch sequences of its own; with tensor parallelism all ranks have the same, as
 many as all ranks together have in the other modes.
@@ -21,7 +21,6 @@ import copy
 import dataclasses
 import gc
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,18 +33,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-
-from training import parallel  # noqa: E402
-
-from profiling.bench.models_random import Pattern, build, cast, draw, draw_ids, paper_nnz, parse_sizes  # noqa: E402
-from profiling.bench.report import write_json  # noqa: E402
-from profiling.bench.variants import SETTLING  # noqa: E402
-from twell import _sparsify, recipe, testing  # noqa: E402
-from twell.commands.request import RequestError, at_least, exit_status  # noqa: E402
-from twell.commands.timing import FAILURES, reason, spread  # noqa: E402
-from twell.recipe._tracker import strategy_of  # noqa: E402
+from profiling import ranks
+from profiling.bench.models_random import Pattern, build, cast, draw, draw_ids, paper_nnz, parse_sizes
+from profiling.bench.report import write_json
+from profiling.bench.variants import SETTLING
+from twell import _sparsify, recipe, testing
+from twell.commands.request import RequestError, at_least, exit_status
+from twell.commands.timing import FAILURES, reason, spread
+from twell.recipe._tracker import strategy_of
 
 MODES = ("alone", "ddp", "fsdp", "tp")
 VARIANTS = ("dense eager", "sparse eager", "dense compiled", "sparse compiled")
@@ -80,7 +75,7 @@ class Row:
 class Steps:
     """A model distributed over ranks, and its training steps."""
 
-    def __init__(self, base: nn.Module, variant: str, here: parallel.World, ids: Tensor, micro_batch: int) -> None:
+    def __init__(self, base: nn.Module, variant: str, here: ranks.World, ids: Tensor, micro_batch: int) -> None:
         self.here, self.micro_batch = here, micro_batch
         self.model: Any = copy.deepcopy(base).to(here.device)
         self.model.train()
@@ -93,7 +88,7 @@ class Steps:
         compiled = variant.endswith("compiled")
         if compiled and here.mode != "tp":
             self.compile()
-        self.module = parallel.spread(self.model, here, torch.bfloat16)
+        self.module = ranks.spread(self.model, here, torch.bfloat16)
         if compiled and here.mode == "tp":
             self.compile()
         self.parameters = list(self.model.parameters())
@@ -113,7 +108,7 @@ class Steps:
         """Take one step; return the loss on this rank and the norm of all gradients."""
         total = torch.zeros((), device=self.here.device)
         for i, tokens in enumerate(self.passes):
-            parallel.reduce_gradients(self.module, self.here, now=i == len(self.passes) - 1)
+            ranks.reduce_gradients(self.module, self.here, now=i == len(self.passes) - 1)
             # under FSDP the parameters themselves have this dtype
             cast = contextlib.nullcontext() if self.here.mode == "fsdp" else self.autocast()
             with cast:
@@ -122,7 +117,7 @@ class Steps:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + L1 * recipe.l1_term(self.model)
             (loss / len(self.passes)).backward()
             total += loss.detach() / len(self.passes)
-        norm = parallel.clip(self.parameters, 1.0)
+        norm = ranks.clip(self.parameters, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total, norm
@@ -145,12 +140,12 @@ def most(value: float) -> float:
     return float(whole)
 
 
-def wait(here: parallel.World) -> None:
+def wait(here: ranks.World) -> None:
     if here.device.type == "cuda":
         torch.cuda.synchronize(here.device)
 
 
-def measured(make: Callable[[], Steps], row: Row, here: parallel.World, rounds: int) -> None:
+def measured(make: Callable[[], Steps], row: Row, here: ranks.World, rounds: int) -> None:
     """Settle, then time steps, and put the figures into the row."""
     on_gpu = here.device.type == "cuda"
     # compiled code and its model, and reference cycles
@@ -207,7 +202,7 @@ def compare(rows: Sequence[Row]) -> None:
             row.speedup = min(dense) / row.ms
 
 
-def drawn(arguments: argparse.Namespace, here: parallel.World) -> tuple[nn.Module, Tensor]:
+def drawn(arguments: argparse.Namespace, here: ranks.World) -> tuple[nn.Module, Tensor]:
     """The model, in fp32 on the CPU, and its tokens; the same on all ranks."""
     shape = arguments.config
     pattern = Pattern(arguments.nnz or paper_nnz(shape))
@@ -220,7 +215,7 @@ def drawn(arguments: argparse.Namespace, here: parallel.World) -> tuple[nn.Modul
     return model.cpu(), ids
 
 
-def run(arguments: argparse.Namespace, here: parallel.World, machine: str) -> list[Row]:
+def run(arguments: argparse.Namespace, here: ranks.World, machine: str) -> list[Row]:
     """Measure all modes; rank 0 writes the file."""
     base, ids = drawn(arguments, here)
     rows: list[Row] = []
@@ -278,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RequestError(
                 "expected several processes (python -m torch.distributed.run --nproc-per-node 2 ...), got one"
             )
-        with parallel.world("ddp", arguments.device) as here:
+        with ranks.world(arguments.device) as here:
             machine = testing.machine_line(here.device)
             rows = run(arguments, here, f"{here.size} GPUs: {machine}" if here.device.type == "cuda" else machine)
             return int(any(row.red for row in rows))

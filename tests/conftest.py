@@ -43,7 +43,7 @@ GROUPS = {
     "emulator": "emulator",
     # processes that fork from one that took seconds to import: see ranks.py
     **dict.fromkeys(
-        ("test_compaction", "test_files", "test_recipe_tracker", "test_train_ends", "test_trainer", "distributed"),
+        ("test_compaction", "test_files", "test_recipe_tracker", "test_trainer", "distributed"),
         "ranks",
     ),
 }

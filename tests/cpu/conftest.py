@@ -1,7 +1,7 @@
-"""What several files use: processes that import the checkout, text, and runs of examples/train.py on it."""
+"""What several files use: processes that import the checkout, and text."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,37 +88,9 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty files of text that can be learnt, and files that are not text."""
-    import small_runs
-
-    root = small_runs.write_text(tmp_path_factory.mktemp("text"), parts=3)
-    (root / "image.txt").write_bytes(b"\x89PNG\0" * 1000)
-    (root / "latin.txt").write_bytes("é".encode("latin-1") * 100)
-    (root / ".hidden.txt").write_text("hidden " * 100)
-    return root
-
-
-@pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import saved_models
 
     path = tmp_path_factory.mktemp("words") / "words.txt"
     path.write_text(saved_models.text(3000))
     return path
-
-
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture
-def run(text: Path, cache: Path, tmp_path: Path) -> Callable[..., int]:
-    import small_runs
-    import train
-
-    def run(*more: object, out: str = "out") -> int:
-        return train.main(small_runs.command(text, cache, tmp_path / out, *more))
-
-    return run

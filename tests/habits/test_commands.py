@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[list[str], Any]] = {
     "analyze": (["model", "--text", "notes.txt"], analyze),
     "tune": ([], tune),
 }
-EXAMPLES = ("train", "relufy")
+EXAMPLES = ("train", "relufy", "sae", "nanochat")
 # words that the help has
 HELP = {
     "": "demo info analyze serve-check tune --version",

@@ -1,6 +1,4 @@
-"""One process or many: ranks, distribution of the model, and communication between ranks."""
-
-from __future__ import annotations
+"""Ranks: the processes that torchrun started, and how a model is distributed over them."""
 
 import contextlib
 import math
@@ -16,11 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from twell.commands.request import RequestError
 from twell.distributed import tensor_parallel_plan
 from twell.nn import set_down_layout
-
-from . import RequestError
-from .model import is_sparse
 
 
 @dataclass(frozen=True)
@@ -33,15 +29,6 @@ class World:
     device: torch.device
 
     @property
-    def readers(self) -> int:
-        """The number of ranks that read different sequences. Under "tp" all ranks read the same ones."""
-        return 1 if self.mode == "tp" else self.size
-
-    @property
-    def reader(self) -> int:
-        return 0 if self.mode == "tp" else self.rank
-
-    @property
     def first(self) -> bool:
         return self.rank == 0
 
@@ -49,51 +36,31 @@ class World:
         if self.first:
             print(line, flush=True)
 
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean over ranks."""
-        if self.readers > 1:
-            dist.all_reduce(values)
-            values /= self.size
-        return values
-
-    def any(self, flag: bool) -> bool:
-        """Whether any rank sets the flag. The hosts exchange it, without waiting for the GPUs."""
-        if self.size == 1:
-            return flag
-        flags = torch.tensor(int(flag), device="cpu")
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        return bool(flags)
-
     def barrier(self) -> None:
-        self.any(False)
+        """Wait for the other hosts."""
+        dist.all_reduce(torch.zeros((), device="cpu"))
 
 
 @contextlib.contextmanager
-def world(mode: str | None, device: str | None) -> Iterator[World]:
-    """The processes that ``torchrun`` started, or this one alone."""
-    size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    if size == 1 and mode:
-        raise RequestError(f"--parallel {mode}: expected several processes (torchrun --nproc-per-node 2 ...), got one")
+def world(device: str | None) -> Iterator[World]:
+    """The processes of ``torchrun``. Raises RequestError without a GPU for each."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    where = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    where = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if where.type == "cuda":
         count = torch.cuda.device_count()
         if (where.index or 0) >= count:
             raise RequestError(f"--device: expected one of {count} GPUs, got {where}; --device cpu needs none")
         torch.cuda.set_device(where)
-    if size == 1:
-        yield World(0, 1, "", where)
-        return
     # gloo is for messages between hosts
     dist.init_process_group("cpu:gloo,cuda:nccl" if where.type == "cuda" else "gloo")
-    yield World(dist.get_rank(), size, mode or "ddp", where)
+    yield World(dist.get_rank(), dist.get_world_size(), "ddp", where)
     # not after an error: other ranks may wait in a collective for it
     dist.destroy_process_group()
 
 
 def spread(model: Any, here: World, dtype: torch.dtype) -> Any:
     """Distribute the parameters of ``model`` by the mode; return the module to call instead of it."""
-    if is_sparse(model) and here.mode != "fsdp":
+    if here.mode != "fsdp":
         # the kernels read this layout in place; FSDP needs contiguous parameters
         set_down_layout(model, "rows")
     if here.mode == "ddp":
@@ -109,7 +76,7 @@ def spread(model: Any, here: World, dtype: torch.dtype) -> Any:
         try:
             return parallelize_module(model, mesh, tensor_parallel_plan(model))
         except ValueError as error:
-            raise RequestError(f"--parallel tp: {error}") from error
+            raise RequestError(f"--modes tp: {error}") from error
     return model
 
 
