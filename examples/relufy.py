@@ -112,7 +112,7 @@ def prepared(options: Options, training: Any, name: str) -> tuple[Any, list[Any]
         # before the callback's hook, which adds the L1 term to this loss
         model.register_forward_hook(distilling(original, options.distill), with_kwargs=True)
     moving = options.activation == "fatrelu"
-    return model, [twell_hf.SparsityCallback(nnz=options.nnz, moving_threshold=moving, tensorboard=False)]
+    return model, [twell_hf.SparsityCallback(nnz=options.nnz, moving_threshold=moving)]
 
 
 def compare(options: Options, out: Path, found: dict[str, dict[str, float]]) -> list[str]:

@@ -229,7 +229,7 @@ def chart(history: Sequence[dict[str, Any]], folder: Path) -> None:
         for name in names:
             points = [(line["step"], line[name]) for line in history if name in line]
             axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=name)
-        axes.set(xlabel="step", ylabel="nats" if len(names) > 1 else "non-zeros per token")
+        axes.set(xlabel="step", ylabel="loss" if len(names) > 1 else "non-zeros per token")
         axes.legend()
     with _files.replacing(folder / "chart.png") as partial:
         figure.savefig(partial, format="png", dpi=120)

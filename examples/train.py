@@ -83,7 +83,7 @@ def run(arguments: list[str] | None) -> int:
             # the kernels read this layout in place
             twell.nn.set_down_layout(model, "rows")
         how = {"nnz": options.nnz} if options.nnz else {"coefficient": options.l1, "warmup_steps": options.l1_warmup}
-        how |= {"reinitialize": options.reinitialize, "every": options.observe_every, "tensorboard": False}
+        how |= {"reinitialize": options.reinitialize, "every": options.observe_every}
         callbacks = [SparsityCallback(**how)]
     found = fit(model, options, training, data, callbacks)
     fired = f", {found['sparsity_l0']:.1f} non-zeros of {neurons}" if callbacks else ""

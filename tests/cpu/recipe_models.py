@@ -71,9 +71,8 @@ def plain_pass(model: Model, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tens
     return x, gates, states
 
 
-def plain_term(states: list[Tensor], per_neuron: bool = False) -> Tensor:
-    means = [h.abs().mean(-1) if per_neuron else h.abs().sum(-1) for h in states]
-    return torch.stack([mean.mean() for mean in means]).mean()
+def plain_term(states: list[Tensor]) -> Tensor:
+    return torch.stack([h.abs().sum(-1).mean() for h in states]).mean()
 
 
 def gate_l1(model: nn.Module, most: int = 2048) -> Tensor:

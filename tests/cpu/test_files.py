@@ -8,7 +8,6 @@ import shutil
 import signal
 import stat
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import ranks
 
 from twell import _files
-from twell.recipe import _writers
 
 
 def make(path: Path, kind: str, text: str) -> None:
@@ -240,18 +238,8 @@ def write_json(path: Path) -> None:
     report.write_json(path, [], machine="m", arguments={})
 
 
-def cut_back(path: Path) -> None:
-    from twell import recipe
-
-    recipe.StatsWriter(path, resume_step=1, tensorboard=False)
-
-
-@pytest.mark.parametrize("write", [write_json, cut_back])
-def test_files_of_users_are_replaced_whole_and_on_the_disk(
-    write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # as a StatsWriter begins one
-    path, old = tmp_path / "out.csv", f"{','.join(_writers._COLUMNS)}\n1,a\n2,a\n"
+def test_files_of_users_are_replaced_whole_and_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, old = tmp_path / "out.json", "[]"
     path.write_text(old)
     synced: list[str] = []
 
@@ -263,10 +251,10 @@ def test_files_of_users_are_replaced_whole_and_on_the_disk(
     with monkeypatch.context() as patch:
         patch.setattr(_files, "sync_all", sync)
         with pytest.raises(KeyboardInterrupt):
-            write(path)
+            write_json(path)
     assert path.read_text() == old
-    assert [each.name for each in tmp_path.iterdir()] == ["out.csv"]
-    write(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["out.json"]
+    write_json(path)
     # without its date
     assert path.read_text().splitlines()[-1] == synced[0].splitlines()[-1]
     assert path.read_text() != old

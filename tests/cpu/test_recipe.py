@@ -53,17 +53,17 @@ def unread(model: nn.Module) -> list[Any]:
 # The L1 term
 
 
-@pytest.mark.parametrize(("normalisation", "strategy"), zip(recipe.NORMALISATIONS, ("auto", "dense")))
-def test_l1_term_is_the_mean_over_layers(normalisation: Any, strategy: Any) -> None:
+@pytest.mark.parametrize("strategy", ["auto", "dense"])
+def test_l1_term_is_the_mean_over_layers(strategy: Any) -> None:
     model, (x,) = Model(SparseGatedMLP(K, N, strategy=strategy), SparseMLP(K, 2 * N, strategy=strategy)), inputs()
     y, _, states = plain_pass(model, x)
-    expected = plain_term(states, normalisation == "neuron_mean")
+    expected = plain_term(states)
     (y.square().mean() + 0.1 * expected).backward()
     wanted = gradients(model)
 
     recipe.record_aux(model)
     y = model(x)
-    term = recipe.l1_term(model, normalisation)
+    term = recipe.l1_term(model)
     assert term.shape == ()
     torch.testing.assert_close(term, expected)
     (y.square().mean() + 0.1 * term).backward()
@@ -71,10 +71,7 @@ def test_l1_term_is_the_mean_over_layers(normalisation: Any, strategy: Any) -> N
     assert not unread(model)
 
 
-def test_coefficients_and_their_warmup() -> None:
-    assert recipe.convert_coefficient(2e-5, 5632, "token_sum", "neuron_mean") == pytest.approx(0.11264)
-    assert recipe.convert_coefficient(0.11264, 5632, "neuron_mean", "token_sum") == pytest.approx(2e-5)
-    assert recipe.convert_coefficient(0.5, 8, "token_sum", "token_sum") == 0.5
+def test_warmup_of_the_coefficient() -> None:
     assert [recipe.l1_warmup(s, 4, start=2) for s in range(8)] == [0, 0, 0, 0.25, 0.5, 0.75, 1, 1]
     assert [recipe.l1_warmup(s, 0) for s in range(2)] == [1, 1]
 
@@ -99,8 +96,6 @@ def test_l1_term_says_what_is_wrong() -> None:
     model(x)
     recipe.clear_aux(model)
     model(x)
-    with pytest.raises(ValueError, match="token_sum, neuron_mean, got 'mean'"):
-        recipe.l1_term(model, "mean")  # type: ignore[arg-type]
     recipe.l1_term(model)
 
 
@@ -456,6 +451,6 @@ def test_names_that_are_gone_say_what_to_do() -> None:
     for name, instead in (("settle", "set_strategy"), ("choose_threshold", "TargetThreshold finds it"), ("other", "")):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'.*{instead}"):
             getattr(recipe, name)
-    with pytest.raises(ImportError, match=r"SparsityTracker has L0 by position"):
+    with pytest.raises(ImportError, match=r"SparsityTracker has no types of tokens"):
         from twell.recipe import TokenTypes  # type: ignore[attr-defined]  # noqa: F401
     assert not hasattr(recipe, "strategies")

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import twell
 from twell import _compaction, recipe
 from twell.nn import SparseGatedMLP, SparseMLP
-from twell.recipe import SparsityTracker, StatsWriter
+from twell.recipe import SparsityTracker
 
 BF16 = torch.bfloat16
 
@@ -57,7 +57,7 @@ def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
     if "checkpoint" in how:
         model.reentrant = False
     recipe.record_aux(model)
-    tracker = SparsityTracker(model, every=2, positions=(0, 1, 4))
+    tracker = SparsityTracker(model, every=2)
     forward: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "compiled" else model
     if "blocks" in how:
         for block in model.blocks:
@@ -80,7 +80,6 @@ def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
     for i, row in enumerate(stats.layers):
         gates = [plain_pass(model, x)[1][i] for x in batches]
         firings, nonzeros = brute(gates)
-        place = torch.arange(S).expand(2, B, S).reshape(-1)
         assert row.neurons == gates[0].shape[-1]
         assert row.l0 == pytest.approx(sum(m[0] for m in means[i]) / 8, rel=1e-6)
         assert row.l1 == pytest.approx(sum(m[1] for m in means[i]) / 8, rel=1e-5 if dtype == torch.float32 else 2e-2)
@@ -88,8 +87,6 @@ def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
         assert row.calls == 2
         assert row.dead == int((firings == 0).sum()) >= 4
         assert row.observed_l0 == pytest.approx(int(nonzeros.sum()) / row.tokens)
-        for name, where in (("0", place == 0), ("1-3", (place >= 1) & (place < 4)), ("4-", place >= 4)):
-            assert row.positions[name] == pytest.approx(float(nonzeros[where].double().mean())), name
         assert torch.equal(tracker.dead()[row.layer], firings == 0)
     summary = stats.summary()
     assert summary.keys() == {"l0", "l1", "dead"}
@@ -106,8 +103,6 @@ def test_tracker_finds_unions_of_128_tokens() -> None:
     fires = F.relu(mlp.gate_proj(x)) != 0
     unions = [fires[:128].any(0).sum(), fires[128:256].any(0).sum()]
     assert row.union == pytest.approx(float(sum(unions)) / 2 / N)
-    # tokens without sequences have no known position
-    assert set(row.positions.values()) == {None}
     assert row.layer == ""
 
 
@@ -208,36 +203,13 @@ def test_adapted_layers_are_tracked() -> None:
     assert row.dead == int((~fires.flatten(0, 1).any(0)).sum())
 
 
-def test_positions_of_packed_sequences() -> None:
-    mlp, x = SparseGatedMLP(K, N), torch.randn(1, 6, K)
-    tracker = SparsityTracker(mlp, positions=(0, 1))
-    with tracker.watch(0, positions=torch.tensor([[0, 1, 2, 0, 1, 0]])):
-        mlp(x)
-    nonzeros = (F.relu(mlp.gate_proj(x)) != 0).sum(-1)[0].double()
-    positions = tracker.read().layers[0].positions
-    assert positions["0"] == pytest.approx(float(nonzeros[[0, 3, 5]].mean()))
-    assert positions["1-"] == pytest.approx(float(nonzeros[[1, 2, 4]].mean()))
-    # one row of position ids serves all sequences
-    with tracker.watch(100, positions=torch.zeros(1, 6, dtype=torch.int32)):
-        mlp(torch.cat([x, x]))
-    assert tracker.read().layers[0].positions["1-"] is None
-
-
-def test_tracker_refuses_what_it_cannot_count() -> None:
-    model, (x,) = Model(), inputs()
+def test_a_model_has_one_tracker() -> None:
+    model = Model()
     tracker = SparsityTracker(model)
     with pytest.raises(ValueError, match="a SparsityTracker already, on blocks"):
         SparsityTracker(model)
-    with (
-        pytest.raises(ValueError, match=r"one value per token \[2, 8\], got \[3\]"),
-        tracker.watch(0, positions=torch.zeros(3, dtype=torch.int64)),
-    ):
-        model(x)
-    with (
-        pytest.raises(TypeError, match=r"positions must be integers, got torch\.float32"),
-        tracker.watch(0, positions=torch.zeros(B, S)),
-    ):
-        model(x)
+    tracker.close()
+    SparsityTracker(model)
 
 
 def test_state_dict_keeps_the_dead() -> None:
@@ -255,10 +227,10 @@ def test_state_dict_keeps_the_dead() -> None:
     with other.watch(11):
         model(x + 1)
     assert all(torch.equal(mask, dead[name]) for name, mask in other.dead().items())
-    with pytest.raises(ValueError, match="layers and positions"):
-        SparsityTracker(Model(), positions=(0, 1)).load_state_dict(state)
-    # version 0.3 also counted types of tokens
-    old = {"closed": torch.zeros(7), "layouts": {name: (*layout, 3) for name, layout in state["layouts"].items()}}
+    with pytest.raises(ValueError, match="state must be of layers with these neurons"):
+        SparsityTracker(Model(SparseMLP(K, N))).load_state_dict(state)
+    # version 0.3 also counted positions and types of tokens
+    old = {"closed": torch.zeros(7), "layouts": {name: (n, 8, 3) for name, n in state["layouts"].items()}}
     other.load_state_dict(old)
     assert not any(mask.any() for mask in other.dead().values())
     with other.watch(13):
@@ -304,12 +276,11 @@ def test_nothing_in_a_step_waits_for_the_device(strategy: Any, dtype: torch.dtyp
     """With everything that training does with figures."""
     mlps = (SparseGatedMLP(K, N, strategy=strategy), SparseMLP(K, N, strategy=strategy))
     model, (x,) = Model(*mlps).to(dtype), inputs(dtype=dtype)
-    positions = torch.zeros(B, S, dtype=torch.int64)
     recipe.record_aux(model)
     tracker = SparsityTracker(model, every=2)
 
     def run(number: int) -> None:
-        with tracker.watch(number, positions=positions):
+        with tracker.watch(number):
             y = model(x)
         loss = y.float().square().mean() + 2e-5 * recipe.l1_warmup(number, 10) * recipe.l1_term(model)
         loss.backward()
@@ -322,7 +293,7 @@ def test_nothing_in_a_step_waits_for_the_device(strategy: Any, dtype: torch.dtyp
         tracker.read()
 
 
-def ddp(rank: int, folder: Path) -> dict[str, Any]:
+def ddp(rank: int) -> dict[str, Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     collectives: list[int] = []
@@ -350,7 +321,6 @@ def ddp(rank: int, folder: Path) -> dict[str, Any]:
     dead = tracker.dead()
     counts.append(len(collectives))
     recipe.reinitialize_dead(wrapped, {name: ~mask for name, mask in dead.items()}, step=3)
-    StatsWriter(folder / f"sparsity{rank}.csv").write(1, stats)
     weights = [p.detach() for p in model.parameters()]
     names = list(recipe.layers(wrapped))
     return {"stats": stats, "dead": dead, "counts": counts, "weights": weights, "names": names}
@@ -391,7 +361,7 @@ def fused() -> nn.Sequential:
 def both_ways(device: torch.device, folder: Path) -> None:
     """Save the figures of DDP and FSDP2; the processes of ranks end with what they changed."""
     rank = dist.get_rank()
-    torch.save({"ddp": ddp(rank, folder), "fsdp2": fsdp2(rank)}, folder / f"result{rank}")
+    torch.save({"ddp": ddp(rank), "fsdp2": fsdp2(rank)}, folder / f"result{rank}")
 
 
 def step_loss(y: Tensor, model: nn.Module) -> Tensor:
@@ -399,10 +369,10 @@ def step_loss(y: Tensor, model: nn.Module) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
     ranks.run(2, both_ways, folder, folder=folder)
-    return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(2)], folder
+    return [torch.load(folder / f"result{rank}", weights_only=False) for rank in range(2)]
 
 
 def assert_same_figures(got: recipe.SparsityStats, expected: recipe.SparsityStats) -> None:
@@ -411,16 +381,13 @@ def assert_same_figures(got: recipe.SparsityStats, expected: recipe.SparsityStat
         assert (a.l0, a.l1) == pytest.approx((b.l0, b.l1))
 
 
-def test_ranks_of_ddp_share_figures_and_noise(two_ranks: tuple[list[dict[str, Any]], Path]) -> None:
-    first, second = (result["ddp"] for result in two_ranks[0])
-    folder = two_ranks[1]
+def test_ranks_of_ddp_share_figures_and_noise(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = (result["ddp"] for result in two_ranks)
     assert first["stats"] == second["stats"]
     assert first["names"] == ["blocks.0.mlp", "blocks.1.mlp"]
     # none is in a step, one reads everything
     assert first["counts"] == [0, 1, 1]
     assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"]))
-    assert (folder / "sparsity0.csv").exists()
-    assert not (folder / "sparsity1.csv").exists()
 
     # the same in one process
     model = Model()
@@ -434,7 +401,7 @@ def test_ranks_of_ddp_share_figures_and_noise(two_ranks: tuple[list[dict[str, An
         assert torch.equal(first["dead"][name], mask)
 
 
-def test_ranks_of_fsdp2_are_as_one_process(two_ranks: tuple[list[dict[str, Any]], Path]) -> None:
+def test_ranks_of_fsdp2_are_as_one_process(two_ranks: list[dict[str, Any]]) -> None:
     model = Model()
     recipe.record_aux(model)
     tracker = SparsityTracker(model, every=1)
@@ -444,7 +411,7 @@ def test_ranks_of_fsdp2_are_as_one_process(two_ranks: tuple[list[dict[str, Any]]
     stats = tracker.read()
     masks = {name: torch.arange(len(mask)) % 3 == 0 for name, mask in tracker.dead().items()}
     recipe.reinitialize_dead(model, masks, step=3)
-    for result in (result["fsdp2"] for result in two_ranks[0]):
+    for result in (result["fsdp2"] for result in two_ranks):
         # the noise is that of the whole weight
         assert all(torch.equal(a, b) for a, b in zip(result["weights"], model.parameters()))
         assert_same_figures(result["stats"], stats)
@@ -453,4 +420,4 @@ def test_ranks_of_fsdp2_are_as_one_process(two_ranks: tuple[list[dict[str, Any]]
     recipe.reinitialize_dead(whole, {"0": torch.arange(FUSED) % 3 == 0}, step=3)
     changed = (whole[0].gate_up_proj.weight != before).any(1)
     assert torch.equal(changed.nonzero().flatten(), torch.arange(0, FUSED, 3))
-    assert all(torch.equal(result["fsdp2"]["fused"], whole[0].gate_up_proj.weight) for result in two_ranks[0])
+    assert all(torch.equal(result["fsdp2"]["fused"], whole[0].gate_up_proj.weight) for result in two_ranks)

@@ -1,7 +1,6 @@
 """``SparsityCallback``: the gradient under Trainer, logs, resuming, two processes."""
 
 import copy
-import csv
 import json
 import os
 from collections.abc import Callable
@@ -84,7 +83,7 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
 
 
 def callback(**options: Any) -> SparsityCallback:
-    return SparsityCallback(**{"coefficient": 0.1, "every": 2, "tensorboard": False, **options})
+    return SparsityCallback(**{"coefficient": 0.1, "every": 2, **options})
 
 
 class AfterSteps(TrainerCallback):  # type: ignore[misc]
@@ -185,36 +184,32 @@ def test_gradient_under_trainers_options(tmp_path: Path, options: dict[str, Any]
 def test_warmup_follows_the_global_step(tmp_path: Path) -> None:
     model = llama()
     plain = copy.deepcopy(model)
-    own = callback(warmup_steps=2, warmup_start=1, normalisation="neuron_mean", coefficient=0.1 * 48)
+    own = callback(warmup_steps=2, warmup_start=1)
     trainer = Recording(model, arguments(tmp_path), train_dataset=sequences(10), callbacks=[own])
     trainer.train()
     factors = [0, 0, 0.5, 1, 1]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["sparsity_coefficient"] for entry in logs] == pytest.approx([4.8 * f for f in factors])
+    assert [entry["sparsity_coefficient"] for entry in logs] == pytest.approx([0.1 * f for f in factors])
     assert_gradients(trainer, plain, *(0.1 * factor for factor in factors))
 
 
-def rows(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+def test_logs_have_the_figures_of_layers(tmp_path: Path) -> None:
+    class Reporter(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            reported.append(logs.get("sparsity_l0"))
 
-
-def test_logs_and_files_have_the_figures_of_layers(tmp_path: Path) -> None:
-    model = llama()
-    trainer = Trainer(model, arguments(tmp_path, max_steps=3), train_dataset=sequences(8), callbacks=[callback()])
+    model, own, reported, found = llama(), callback(), list[Any](), list[Any]()
+    trainer = Trainer(model, arguments(tmp_path, max_steps=3), train_dataset=sequences(8), callbacks=[Reporter()])
+    # as its help says
+    trainer.callback_handler.callbacks.insert(0, own)
+    trainer.add_callback(AfterSteps(lambda _: found.append(own.tracker.dead())))  # type: ignore[union-attr]
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert 0 <= logs[-1]["sparsity_dead"] <= 1
-    table = rows(tmp_path / "sparsity.csv")
-    layers = [f"model.layers.{i}.mlp" for i in range(2)]
-    assert [(row["step"], row["layer"]) for row in table] == [(step, layer) for step in "123" for layer in layers]
-    for name in ("l0", "l1"):
-        mean = sum(float(row[name]) for row in table[-2:]) / 2
-        assert mean == pytest.approx(logs[-1][f"sparsity_{name}"], rel=1e-5)
-    assert 0 <= float(table[-1]["l0_at_0"]) <= 48
-    # no token has such a place
-    assert (table[0]["neurons"], table[0]["strategy"], table[0]["l0_at_1024-"]) == ("48", "dense", "")
-    assert sum(int(row["dead"]) for row in table[-2:]) / 96 == pytest.approx(logs[-1]["sparsity_dead"])
+    assert reported[:3] == [entry["sparsity_l0"] for entry in logs]
+    for entry, dead in zip(logs, found, strict=True):
+        assert sum(entry["sparsity_layers"]) / 2 == pytest.approx(entry["sparsity_l0"], abs=1e-3)
+        assert 0 < min(entry["sparsity_layers"]) <= max(entry["sparsity_layers"]) <= 48
+        assert sum(int(mask.sum()) for mask in dead.values()) / 96 == pytest.approx(entry["sparsity_dead"])
     # the model is as it was
     for layer in recipe.layers(model).values():
         assert not layer.record_aux
@@ -274,20 +269,14 @@ def test_resuming_changes_nothing(tmp_path: Path) -> None:
     whole, trainer = train(tmp_path / "whole")
     assert trainer.state.global_step == 10
     train(tmp_path / "killed", Stop())
-    assert [row["step"] for row in rows(tmp_path / "killed" / "sparsity.csv")][-1] == "5"
     resumed, again = train(tmp_path / "killed", resume=str(tmp_path / "killed" / "checkpoint-3"))
     assert again.state.global_step == 10
     for a, b in zip(weights(resumed), weights(whole), strict=True):
         assert torch.equal(a, b)
-    tables = [rows(tmp_path / name / "sparsity.csv") for name in ("whole", "killed")]
-    assert [row["step"] for row in tables[1]] == [str(step) for step in range(1, 11) for _ in range(2)]
-    for key in ("step", "layer", "l0", "l1"):
-        assert [row[key] for row in tables[0]] == [row[key] for row in tables[1]]
-    histories = [
-        [(e["step"], e["sparsity_l0"], e["sparsity_coefficient"]) for e in t.state.log_history if "sparsity_l0" in e]
-        for t in (trainer, again)
-    ]
+    names = ("step", "sparsity_l0", "sparsity_l1", "sparsity_layers", "sparsity_coefficient")
+    histories = [[[e[n] for n in names] for e in t.state.log_history if "sparsity_l0" in e] for t in (trainer, again)]
     assert histories[0] == histories[1]
+    assert [entry[0] for entry in histories[0]] == list(range(1, 11))
 
 
 @pytest.mark.parametrize("restored", [False, True])
@@ -310,7 +299,7 @@ def test_dead_neurons_come_from_the_checkpoint_that_is_resumed(restored: bool, t
             ),
             train_dataset=sequences(16),
             # the first step alone is observed
-            callbacks=[callback(reinitialize=0.1, every=100, csv=folder / "figures.csv")],
+            callbacks=[callback(reinitialize=0.1, every=100)],
         )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return weights(model)
@@ -320,8 +309,9 @@ def test_dead_neurons_come_from_the_checkpoint_that_is_resumed(restored: bool, t
     train(tmp_path / "other", silent=40)
     (tmp_path / "whole" / "checkpoint-2").rename(tmp_path / "moved")
     # version 0.3 had more arguments
+    more = {"normalisation": "token_sum", "csv": None, "tensorboard": True, "wandb": True}
     state = json.loads((tmp_path / "moved" / "trainer_state.json").read_text())
-    state["stateful_callbacks"]["SparsityCallback"]["args"] |= {"sharing": 0.0, "settle_every": None}
+    state["stateful_callbacks"]["SparsityCallback"]["args"] |= {"sharing": 0.0, "settle_every": None, **more}
     (tmp_path / "moved" / "trainer_state.json").write_text(json.dumps(state))
     resumed = train(tmp_path / "other", silent=8, resume=tmp_path / "moved", steps=4)
     for a, b in zip(resumed, whole, strict=True):
@@ -539,9 +529,6 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
             each = [plain_gradient(plain, m, 0.1) for m in (micro, other_micro)]
             for got, a, b in zip(grads, *each, strict=True):
                 torch.testing.assert_close(got, (a + b) / 2, rtol=1e-4, atol=1e-6)
-    # one rank writes
-    assert (tmp_path / "True" / "sparsity.csv").exists()
-    assert len(rows(tmp_path / "True" / "sparsity.csv")) == 6
 
 
 # A number of non-zeros instead of a coefficient

@@ -176,10 +176,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     "recipe.record_aux": (recipe.record_aux, lambda: {"model": layer()}),
     "recipe.clear_aux": (recipe.clear_aux, lambda: {"model": recorded()}),
     "recipe.l1_term": (recipe.l1_term, lambda: {"model": recorded()}),
-    "recipe.convert_coefficient": (
-        recipe.convert_coefficient,
-        lambda: {"coefficient": 2e-5, "neurons": N, "source": "token_sum", "target": "neuron_mean"},
-    ),
     "recipe.l1_warmup": (recipe.l1_warmup, lambda: {"step": 0, "warmup_steps": 3}),
     "recipe.reinitialize_dead": (
         recipe.reinitialize_dead,
@@ -188,11 +184,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     "recipe.trained_layers": (recipe.trained_layers, lambda: {"model": layer()}),
     "recipe.SparsityTracker": (recipe.SparsityTracker, lambda: {"model": layer()}),
     "SparsityTracker.watch": (tracked, None),
-    "recipe.StatsWriter": (recipe.StatsWriter, lambda: {"path": "unwritten.csv", "tensorboard": False}),
-    "StatsWriter.write": (
-        lambda **given: recipe.StatsWriter("unwritten.csv", tensorboard=False).write(**given),
-        None,
-    ),
     "recipe.TargetSparsity": (recipe.TargetSparsity, lambda: {"nnz": 5, "steps": 10}),
     "recipe.TargetThreshold": (recipe.TargetThreshold, lambda: {"model": layer(), "nnz": 5, "steps": 10}),
     "distributed.tensor_parallel_plan": (distributed.tensor_parallel_plan, lambda: {"model": layer()}),

@@ -46,7 +46,7 @@ def trainer(kind: Any, model: Any, folder: Path, callbacks: list[Any]) -> Any:
 
 
 def test_a_loss_outside_the_model_is_refused(tmp_path: Path) -> None:
-    callback = SparsityCallback(0.1, tensorboard=False)
+    callback = SparsityCallback(0.1)
     with pytest.raises((ValueError, RuntimeError), match=r"computed outside the model .*l1_term"):
         trainer(trl.SFTTrainer, sparse_model("llama"), tmp_path, [callback]).train()
 
@@ -59,7 +59,7 @@ def test_a_step_has_the_term_that_compute_loss_adds(tmp_path: Path) -> None:
 
     model = sparse_model("llama")
     recipe.record_aux(model)
-    trained = trainer(WithTerm, model, tmp_path, [SparsityCallback(0, tensorboard=False)])
+    trained = trainer(WithTerm, model, tmp_path, [SparsityCallback(0)])
     trained.train()
     assert trained.state.log_history[0]["sparsity_l0"] > 0
 

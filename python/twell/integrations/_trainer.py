@@ -3,10 +3,8 @@
 import base64
 import io
 import math
-import os
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +12,15 @@ from torch import Tensor, nn
 
 from twell import recipe
 from twell._arguments import (
-    require,
-    require_choice,
     require_flag,
     require_integer,
     require_number,
-    require_path,
     require_positive,
 )
 from twell._configuration import follow
 from twell._runtime.log import logger
 from twell.nn import SparseGatedMLP
-from twell.recipe import Normalisation, SparsityTracker, StatsWriter, trained_layers
+from twell.recipe import SparsityTracker, trained_layers
 
 try:
     from transformers import TrainerCallback
@@ -35,6 +30,9 @@ except ImportError as error:
 
 # The paper's coefficient.
 _PAPERS = 2e-5
+# Arguments that ended with version 0.3, and the values of them that asked for nothing.
+_GONE: dict[str, tuple[Any, ...]] = {"sharing": (0, None), "settle_every": (0, None), "normalisation": ("token_sum",)}
+_GONE |= {"csv": (None,), "tensorboard": (True, False), "wandb": (True, False)}
 # Passes in training mode between two steps of a Trainer, at the most: after these its run has ended.
 _MOST_PASSES = 16
 # A miss of the target by more than this factor is worth a warning.
@@ -81,9 +79,11 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     Logs of training steps, and ``state.log_history``, gain ``sparsity_l0`` and ``sparsity_l1``, the means over layers
     since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the current one; with
-    ``moving_threshold`` also ``sparsity_threshold``.
-    ``recipe.StatsWriter`` writes each layer's figures. A resumed run continues warm-up and files from its checkpoint,
-    in whichever folder; trainer_state.json names the dead neurons. If it does not, the first step is observed.
+    ``moving_threshold`` also ``sparsity_threshold``. ``sparsity_layers`` of ``state.log_history`` is the L0 of each
+    layer. Trainer calls the reporters of ``report_to``, as TensorBoard's, before the callbacks that it is given: for
+    these figures there, put this one first, ``trainer.callback_handler.callbacks.insert(0, SparsityCallback(nnz=30))``.
+    A resumed run continues the warm-up from its checkpoint, in whichever folder; trainer_state.json names the dead
+    neurons. If it does not, the first step is observed.
 
     A loss outside the model (``compute_loss_func``, an overridden ``compute_loss`` that does not use the model's loss,
     label smoothing) is an error, at the latest when a step ends in which the term had no gradient: call
@@ -95,10 +95,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     Args:
         coefficient: of the L1 term; None: 2e-5, the paper's, for models of 0.5 to 2 B parameters. Smaller models have
             fewer neurons to sum over and need more.
-        normalisation: "token_sum" or "neuron_mean", as in ``recipe.l1_term``.
         warmup_steps, warmup_start: optimizer steps, as in ``recipe.l1_warmup``.
         nnz: the mean over layers of non-zeros per token to train to, by ``recipe.TargetSparsity`` over all steps of
-            Trainer, in place of the four arguments above. Layers with "relu2" or "drelu" get L1 of the gate.
+            Trainer, in place of the three arguments above. Layers with "relu2" or "drelu" get L1 of the gate.
         moving_threshold: with ``nnz``: layers with "relu" or "fatrelu" get FATReLU, whose threshold
             ``recipe.TargetThreshold`` moves. It settles as training ends. Checkpoints name the threshold of their step.
             Files of an adapter have no place for it: save the model's configuration with them, or merge the adapter.
@@ -108,8 +107,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step on layers
             whose gate is trained; 0: never. The paper has 0.1.
         every, window: as in ``recipe.SparsityTracker``.
-        csv: file for the figures; None: "sparsity.csv" in the output directory.
-        tensorboard, wandb: as in ``recipe.StatsWriter``.
         seed: of the noise for dead neurons.
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
@@ -125,7 +122,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self,
         coefficient: float | None = None,
         *,
-        normalisation: Normalisation = "token_sum",
         warmup_steps: int = 0,
         warmup_start: int = 0,
         nnz: float | None = None,
@@ -134,21 +130,18 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         reinitialize: float = 0.0,
         every: int = 100,
         window: int = 1,
-        csv: str | os.PathLike[str] | None = None,
-        tensorboard: bool | str | os.PathLike[str] = True,
-        wandb: bool = True,
         seed: int = 0,
         **gone: object,
     ) -> None:
         # Trainer gives them, unused, from checkpoints of version 0.3
-        if used := [name for name, value in gone.items() if value or name not in ("sharing", "settle_every")]:
+        if used := [name for name, value in gone.items() if value not in _GONE.get(name, ())]:
             raise TypeError(
-                f"SparsityCallback: expected none of {', '.join(used)}: there is no such argument; sharing, types and "
-                "settle_every ended with version 0.3"
+                f"SparsityCallback: expected none of {', '.join(used)}: there is no such argument; sharing, types, "
+                "settle_every, normalisation, csv, tensorboard and wandb ended with version 0.3: Trainer's log has the "
+                "figures"
             )
         if coefficient is not None:
             require_number("coefficient", coefficient, 0)
-        require_choice("normalisation", normalisation, recipe.NORMALISATIONS)
         require_integer("warmup_steps", warmup_steps, 0)
         require_integer("warmup_start", warmup_start, 0)
         if nnz is not None:
@@ -156,30 +149,23 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         require_flag("moving_threshold", moving_threshold)
         if nnz is None and moving_threshold:
             raise ValueError("SparsityCallback: moving_threshold=True needs nnz, the non-zeros per token to train to")
-        if nnz is not None and (coefficient, normalisation, warmup_steps, warmup_start) != (None, "token_sum", 0, 0):
+        if nnz is not None and (coefficient, warmup_steps, warmup_start) != (None, 0, 0):
             raise ValueError(
-                "SparsityCallback: coefficient, normalisation and warm-up must be left out with nnz, which finds a "
-                f"coefficient for each step, got {coefficient}, {normalisation!r}, {warmup_steps} and {warmup_start}"
+                "SparsityCallback: coefficient and warm-up must be left out with nnz, which finds a coefficient for "
+                f"each step, got {coefficient}, {warmup_steps} and {warmup_start}"
             )
         require_flag("attention_mask", attention_mask)
         require_number("reinitialize", reinitialize, 0, 1)
         require_integer("every", every, 0)
         require_integer("window", window, 1)
-        if csv is not None:
-            require_path("csv", csv)
-        require("tensorboard", tensorboard, (bool, str, os.PathLike), "True, False or a folder")
-        require_flag("wandb", wandb)
         require_integer("seed", seed, 0)
-        self.coefficient, self.normalisation = coefficient, normalisation
-        self.nnz, self.moving_threshold = nnz, moving_threshold
+        self.coefficient, self.nnz, self.moving_threshold = coefficient, nnz, moving_threshold
         self.warmup_steps, self.warmup_start, self.attention_mask = warmup_steps, warmup_start, attention_mask
-        self.reinitialize, self.every, self.window = reinitialize, every, window
-        self.csv, self.tensorboard, self.wandb, self.seed = csv, tensorboard, wandb, seed
+        self.reinitialize, self.every, self.window, self.seed = reinitialize, every, window, seed
         self.tracker: SparsityTracker | None = None
         self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
         # the tracker's state after the last step, on every rank
         self._counts: dict[str, Any] | None = None
-        self._writer: StatsWriter | None = None
         self._model: nn.Module | None = None
         # the state of the Trainer of this run
         self._state: Any = None
@@ -257,12 +243,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if state.global_step and self.reinitialize and saved["counts"] is not None:
             self._counts = _decoded(saved["counts"])
             self.tracker.load_state_dict(self._counts)
-        self._writer = StatsWriter(
-            Path(args.output_dir) / "sparsity.csv" if self.csv is None else self.csv,
-            resume_step=state.global_step or None,
-            tensorboard=self.tensorboard,
-            wandb=self.wandb,
-        )
         self._model, self._state, self._epoch = model, state, None
         self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
         self._looked, self._fired = self.attention_mask or not self._adds_term, []
@@ -338,8 +318,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Add the figures to the logs of a training step, and write them."""
-        if self.tracker is None or self._writer is None or logs is None or not {"loss", "learning_rate"} <= logs.keys():
+        """Add the figures to the logs of a training step."""
+        if self.tracker is None or logs is None or not {"loss", "learning_rate"} <= logs.keys():
             return
         stats = self.tracker.read()
         figures = {f"sparsity_{name}": value for name, value in stats.summary().items()}
@@ -351,20 +331,15 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             }
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
-            state.log_history[-1].update(figures)
-        self._writer.write(state.global_step, stats)
+            of_layers = [None if row.l0 is None else round(row.l0, 3) for row in stats.layers]
+            state.log_history[-1].update(figures, sparsity_layers=of_layers)
 
     def state(self) -> dict[str, Any]:
         """The entry in a checkpoint's trainer_state.json: arguments, and the counts behind dead neurons."""
-        names = ("coefficient", "normalisation", "warmup_steps", "warmup_start", "nnz", "moving_threshold")
-        more = ("attention_mask", "reinitialize", "every", "window", "wandb", "seed")
-        arguments = {name: getattr(self, name) for name in (*names, *more)}
-        arguments["csv"] = None if self.csv is None else os.fspath(self.csv)
-        arguments["tensorboard"] = (
-            self.tensorboard if isinstance(self.tensorboard, bool) else os.fspath(self.tensorboard)
-        )
+        names = ("coefficient", "warmup_steps", "warmup_start", "nnz", "moving_threshold")
+        more = ("attention_mask", "reinitialize", "every", "window", "seed")
         return {
-            "args": arguments,
+            "args": {name: getattr(self, name) for name in (*names, *more)},
             "attributes": {},
             "counts": None if self._counts is None else _encoded(self._counts),
             "target": None if self.target is None else _encoded(self.target.state_dict()),
@@ -410,8 +385,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._handles = []
         if self.tracker is not None:
             self.tracker.close()
-        if self._writer is not None:
-            self._writer.close()
         if self._model is not None and self._adds_term:
             recipe.record_aux(self._model, False)
         if isinstance(self.target, recipe.TargetThreshold):
@@ -420,7 +393,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             except RuntimeError as error:
                 # somebody has set them meanwhile
                 logger.warning("the thresholds of the layers stay as they are: %s", error)
-        self.tracker = self.target = self._counts = self._writer = self._model = self._state = self._mask = None
+        self.tracker = self.target = self._counts = self._model = self._state = self._mask = None
         self._fired = []
 
     def _coefficient(self, step: int) -> float:
@@ -453,14 +426,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                     "SparsityCallback: padding counts as tokens, so that the others have more non-zeros than the mean: "
                     "attention_mask=True leaves it out, and costs another pass of the layers"
                 )
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        positions = kwargs.get("position_ids")
-        # models of images and text have three positions for each token
-        if isinstance(ids, Tensor) and isinstance(positions, Tensor) and positions.dim() == ids.dim():
-            positions = positions.expand(ids.shape)
-        else:
-            positions = None
-        self.tracker.begin(self._step, positions=positions)
+        self.tracker.begin(self._step)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the model: its output with the L1 term in the loss."""
@@ -476,7 +442,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.target is None:
             if called:
                 self._fired = [(self._fired or [called])[0], called]
-            term = recipe.l1_term(model, self.normalisation, **options)
+            term = recipe.l1_term(model, **options)
             weight = self._coefficient(self._step)
         else:
             term, weight = self.target.term(model, **options), 1.0

@@ -4,7 +4,6 @@
 
     recipe.record_aux(model)
     tracker = recipe.SparsityTracker(model, every=100)
-    writer = recipe.StatsWriter("sparsity.csv")
     for step, (ids, labels) in enumerate(batches):
         with tracker.watch(step):
             loss = cross_entropy(model(ids), labels)
@@ -14,7 +13,7 @@
         optimizer.zero_grad()
         recipe.reinitialize_dead(model, tracker.dead(), step=step)
         if step % 10 == 0:
-            writer.write(step, tracker.read())
+            print(step, tracker.read().summary())
 
 The method needs only ``l1_term``; the paper's numbers are without reinitialisation unless it says so.
 ``TargetSparsity`` takes a number of non-zeros instead of a coefficient; ``TargetThreshold`` reaches it with FATReLU.
@@ -31,34 +30,20 @@ import importlib
 import sys
 from typing import Any
 
-from twell.recipe._aux import (
-    NORMALISATIONS,
-    Normalisation,
-    clear_aux,
-    convert_coefficient,
-    l1_warmup,
-    layers,
-    record_aux,
-)
+from twell.recipe._aux import clear_aux, l1_warmup, layers, record_aux
 from twell.recipe._l1 import l1_term
 from twell.recipe._reinitialize import reinitialize_dead, trained_layers
 from twell.recipe._stats import LayerStats, SparsityStats
 from twell.recipe._target import TargetSparsity, TargetThreshold
-from twell.recipe._tracker import POSITIONS, SparsityTracker
-from twell.recipe._writers import StatsWriter
+from twell.recipe._tracker import SparsityTracker
 
 __all__ = [
-    "NORMALISATIONS",
-    "POSITIONS",
     "LayerStats",
-    "Normalisation",
     "SparsityStats",
     "SparsityTracker",
-    "StatsWriter",
     "TargetSparsity",
     "TargetThreshold",
     "clear_aux",
-    "convert_coefficient",
     "l1_term",
     "l1_warmup",
     "layers",
@@ -69,7 +54,11 @@ __all__ = [
 
 _GONE = {
     **dict.fromkeys(("ThresholdChoice", "choose_threshold"), "TargetThreshold finds it in training"),
-    **dict.fromkeys(("TokenTypes", "token_types"), "SparsityTracker has L0 by position, not by type of token"),
+    **dict.fromkeys(("TokenTypes", "token_types"), "SparsityTracker has no types of tokens"),
+    **dict.fromkeys(("NORMALISATIONS", "Normalisation"), "l1_term sums over neurons"),
+    "POSITIONS": "SparsityTracker has no positions",
+    "StatsWriter": "SparsityTracker.read() has the figures: write row._asdict() of its layers, or let Trainer log them",
+    "convert_coefficient": "of a mean over N neurons it is the coefficient over N",
     "settle": 'name the strategy of a compiled graph before it is compiled, by twell.nn.set_strategy(model, "union")',
     "sharing_term": "it gained little; TargetSparsity trains to a number of non-zeros without it",
     "strategies": "twell.explain(model) has them, with reasons",

@@ -1,20 +1,18 @@
 """Figures of each call of a layer, for the loss and the tracker, recorded by hooks that compiled graphs run, too."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from twell import _modes
-from twell._arguments import require_choice, require_flag, require_integer, require_number
+from twell._arguments import require_flag, require_integer
 from twell._compaction import MLP, gate_of
 from twell._execution import Aux
 from twell.nn import SparseGatedMLP, SparseMLP
 
-Normalisation = Literal["token_sum", "neuron_mean"]
-NORMALISATIONS = ("token_sum", "neuron_mean")
 T = TypeVar("T")
 
 # Most unread calls of one layer: beyond that, reading was forgotten.
@@ -260,20 +258,6 @@ def _forget_recomputed(found: list[Any]) -> None:
             layer.aux = None
 
     torch.autograd.Variable._execution_engine.queue_callback(forget)
-
-
-def convert_coefficient(coefficient: float, neurons: int, source: Normalisation, target: Normalisation) -> float:
-    """The coefficient that gives the same loss under ``target`` as ``coefficient`` under ``source``, for N ``neurons``.
-
-    2e-5 of "token_sum" is 0.11264 of "neuron_mean" at N = 5,632.
-    """
-    require_number("coefficient", coefficient, 0)
-    require_integer("neurons", neurons, 1)
-    require_choice("normalisation", source, NORMALISATIONS)
-    require_choice("normalisation", target, NORMALISATIONS)
-    if source == target:
-        return coefficient
-    return coefficient * neurons if target == "neuron_mean" else coefficient / neurons
 
 
 def l1_warmup(step: int, warmup_steps: int, start: int = 0) -> float:

@@ -3,13 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from twell._arguments import require_choice
 from twell._compaction import MLP
 from twell._execution import Aux
 from twell.recipe._aux import (
-    NORMALISATIONS,
     Call,
-    Normalisation,
     layers,
     mean_over_layers,
     require_gradients,
@@ -21,18 +18,15 @@ from twell.recipe._inputs import figures, read_inputs
 
 def l1_term(
     model: nn.Module,
-    normalisation: Normalisation = "token_sum",
     *,
     several: bool = False,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """The L1 term of the training loss, a 0-d tensor: the mean over layers of the mean over tokens of ``|h|``.
 
-    h is the hidden state, ``relu(gate) * up`` or ``relu(up)``. Over the neurons of a token ``|h|`` is
-
-    - summed by "token_sum": arXiv 2603.23198 adds this to the cross-entropy, with coefficient 2e-5;
-    - averaged by "neuron_mean": a layer with N neurons has 1/N of that, and the same term needs N times the
-      coefficient. ``convert_coefficient`` converts.
+    h is the hidden state, ``relu(gate) * up`` or ``relu(up)``, and ``|h|`` its sum over neurons: arXiv 2603.23198 adds
+    this to the cross-entropy, with coefficient 2e-5. Code that takes the mean over N neurons has N times the
+    coefficient.
 
     Use it after each forward pass of a model that has been through ``record_aux``::
 
@@ -56,13 +50,9 @@ def l1_term(
     more than one call, whose record then stays, or if its L1 requires no gradient although its weights do; ValueError
     for a mask of other tokens than a layer's, as where experts get some of them or the model takes padding out itself.
     """
-    require_choice("normalisation", normalisation, NORMALISATIONS)
     require_mask(attention_mask)
-    means = []
-    for layer, call in read_aux(model, several, "l1_term", attention_mask):
-        l1 = whole(call.aux.l1)
-        means.append(l1 if normalisation == "token_sum" else l1 / layer.intermediate)
-    return mean_over_layers(model, means)
+    calls = read_aux(model, several, "l1_term", attention_mask)
+    return mean_over_layers(model, [whole(call.aux.l1) for _, call in calls])
 
 
 def require_mask(mask: object) -> None:

@@ -11,7 +11,7 @@ class LayerStats(NamedTuple):
 
     The others are of the last complete window. tokens, calls: how many were observed. dead: neurons that fired for none
     of these tokens. observed_l0: mean non-zeros per token. union: mean share of the neurons that 128 consecutive tokens
-    fire. positions: mean non-zeros by position in the sequence.
+    fire.
 
     strategy: of most training calls so far; ``twell.explain`` gives the reasons.
     """
@@ -25,7 +25,6 @@ class LayerStats(NamedTuple):
     dead: int | None
     observed_l0: float | None
     union: float | None
-    positions: dict[str, float | None]
     strategy: str
 
 
@@ -41,14 +40,6 @@ class SparsityStats:
         columns = {"l0": [r.l0 for r in self.layers], "l1": [r.l1 for r in self.layers], "dead": shares}
         known = {name: [v for v in values if v is not None] for name, values in columns.items()}
         return {name: sum(values) / len(values) for name, values in known.items() if values}
-
-    def rows(self) -> list[dict[str, str | int | float | None]]:
-        """A flat row for each layer, all with the same keys."""
-        rows = []
-        for layer in self.layers:
-            row = {k: v for k, v in layer._asdict().items() if k != "positions"}
-            rows.append(row | {f"l0_at_{name}": value for name, value in layer.positions.items()})
-        return rows
 
 
 def ratio(total: float, count: float) -> float | None:

@@ -1,10 +1,9 @@
-"""``SparsityTracker``: sparsity of each layer, by neuron and by position, without a wait in the step."""
+"""``SparsityTracker``: sparsity of each layer and its dead neurons, without a wait in the step."""
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from twell import _admission, _compaction, functional
 from twell._activation import activation_of
-from twell._arguments import require, require_integer
+from twell._arguments import require_integer
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell._sparsify.modules import SparseDown
@@ -21,26 +20,12 @@ from twell.nn import explain
 from twell.recipe import _aux
 from twell.recipe._stats import LayerStats, SparsityStats, ratio
 
-POSITIONS = (0, 1, 2, 4, 16, 64, 256, 1024)
-
-
-class _Layout(NamedTuple):
-    """The layout of a layer's counts in one int64 tensor: how many there are of each kind."""
-
-    neurons: int
-    positions: int
-
-    @property
-    def sizes(self) -> list[int]:
-        """Of firings by neuron, non-zeros and tokens by position, totals.
-
-        Totals are tokens, calls, non-zeros, neurons in the unions of tiles of 128 tokens, and such tiles.
-        """
-        return [self.neurons, self.positions, self.positions, 5]
+# Of a layer after its firings by neuron: tokens, calls, non-zeros, neurons in the unions of tiles of 128 tokens, tiles.
+_TOTALS = 5
 
 
 class SparsityTracker:
-    """Tracks L0, L1 and dead neurons per layer, and L0 by position in the sequence, on all ranks.
+    """Tracks L0, L1 and dead neurons per layer, on all ranks.
 
     ::
 
@@ -52,9 +37,9 @@ class SparsityTracker:
             if step % 10 == 0:
                 stats = tracker.read()
 
-    L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons,
-    positions and unions come from observed steps: the first step watched and the multiples of ``every``. They compute
-    each layer's gate once more, in chunks: a gate GEMM and two passes over its [tokens, N] result. A projection that is
+    L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons and
+    unions come from observed steps: the first step watched and the multiples of ``every``. They compute each layer's
+    gate once more, in chunks: a gate GEMM and two passes over its [tokens, N] result. A projection that is
     more than its weight, as an adapter is, is called for that, and its dropout draws another mask. The counts of
     ``window`` observed steps make a window, and figures are those of the last complete window. Padding counts.
 
@@ -67,7 +52,6 @@ class SparsityTracker:
         model: with twell layers, wrapped or not.
         every: the distance of observed steps; 0: no step is observed.
         window: the number of observed steps in a window. With one, "dead" means silent for a batch.
-        positions: the first positions of the ranges, ascending from 0; the last range is open.
         group: of ranks whose figures are taken together. All of them must watch the same steps and read at the same
             time. None: all ranks, if torch.distributed is initialised. Ranks that see the same tokens, as in tensor
             parallelism, each add them to ``tokens``; no other figure changes.
@@ -79,29 +63,17 @@ class SparsityTracker:
         *,
         every: int = 100,
         window: int = 1,
-        positions: Sequence[int] = POSITIONS,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         require_integer("every", every, 0)
         require_integer("window", window, 1)
-        require("positions", positions, (list, tuple, range), "integers that ascend from 0")
-        bounds = list(positions)
-        for bound in bounds:
-            require_integer("positions", bound, 0)
-        if not bounds or bounds[0] != 0 or any(a >= b for a, b in itertools.pairwise(bounds)):
-            raise ValueError(f"positions must ascend from 0, got {bounds}")
         self.model, self.every, self.window, self.group = model, every, window, group
-        self._bounds = bounds
-        self.positions = tuple(
-            str(low) if high == low + 1 else f"{low}-{'' if high is None else high - 1}"
-            for low, high in zip(bounds, [*bounds[1:], None])
-        )
         self._layers = _aux.layers(model)
         for name, layer in self._layers.items():
             if getattr(getattr(layer, "_recorder", None), "tracked", False):
                 raise ValueError(f"model has a SparsityTracker already, on {name or 'itself'}: call its close() first")
         self._recorders = {name: _aux.recorder_of(layer) for name, layer in self._layers.items()}
-        self._layouts = {name: _Layout(layer.intermediate, len(bounds)) for name, layer in self._layers.items()}
+        self._neurons = {name: layer.intermediate for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
             layer.record_aux = self._recorders[name].tracked = True
         self._sums: Tensor | None = None  # float64 [L, 2]: l1 and l0
@@ -131,15 +103,9 @@ class SparsityTracker:
             _aux.release(layer)
 
     @contextmanager
-    def watch(self, step: int, *, positions: Tensor | None = None) -> Iterator[None]:
-        """Track the model inside the ``with``: the forward pass of one micro-batch of ``step``.
-
-        Backward belongs outside. ``positions`` are integers shaped like the tokens, for packed sequences. By default
-        the position in x [..., S, K] is the index in S, and in x [M, K] unknown. Layers that get x [S, B, K], as in
-        ``nn.TransformerEncoder`` by default, need ``positions`` [B, S], which are turned for them. Where S = B they are
-        not: give them as [S, B] there.
-        """
-        self.begin(step, positions=positions)
+    def watch(self, step: int) -> Iterator[None]:
+        """Track the model inside the ``with``: the forward pass of one micro-batch of ``step``. Backward is outside."""
+        self.begin(step)
         try:
             yield
         except BaseException:
@@ -147,12 +113,9 @@ class SparsityTracker:
             raise
         self.end()
 
-    def begin(self, step: int, *, positions: Tensor | None = None) -> None:
+    def begin(self, step: int) -> None:
         """Begin to watch, for code that cannot use ``with``; ``end`` or ``abandon`` must follow."""
         require_integer("step", step, 0)
-        require("positions", positions, (Tensor, type(None)), "a tensor of integers or None")
-        if positions is not None and (positions.is_floating_point() or positions.dtype == torch.bool):
-            raise TypeError(f"positions must be integers, got {positions.dtype}")
         if step != self._step:
             if self._step is None and step == self._ended:
                 warn_once(
@@ -169,7 +132,7 @@ class SparsityTracker:
             recorder.called = False
             recorder.observing = self._observing
             if self._observing:
-                recorder.observe = functools.partial(self._observe, name, positions)
+                recorder.observe = functools.partial(self._observe, name)
 
     def abandon(self) -> None:
         """End ``begin`` without counting the calls that are left to count."""
@@ -227,7 +190,7 @@ class SparsityTracker:
         means, calls = values[: len(sums) * 2], values[len(sums) * 2 :]
         counts = self._counts(None if self._closed is None else self._closed.cpu())
         rows = []
-        for i, name in enumerate(self._layouts):
+        for i, name in enumerate(self._neurons):
             l1, l0 = (ratio(means[2 * i + j], calls[i]) for j in (0, 1))
             rows.append(self._row(name, l0, l1, counts[name]))
         return SparsityStats(tuple(rows))
@@ -247,9 +210,9 @@ class SparsityTracker:
         for name, counts in self._counts(self._closed).items():
             weight = _compaction.gate_of(self._layers[name]).weight
             if counts is None:
-                masks[name] = torch.zeros(self._layouts[name].neurons, dtype=torch.bool, device=weight.device)
+                masks[name] = torch.zeros(self._neurons[name], dtype=torch.bool, device=weight.device)
             else:
-                firings, *_, totals = counts
+                firings, totals = counts
                 masks[name] = ((firings == 0) & (totals[0] > 0)).to(weight.device, non_blocking=True)
         self._dead = masks
         return dict(masks)
@@ -261,16 +224,15 @@ class SparsityTracker:
         """
         self.dead()
         closed = None if self._closed is None else self._closed.clone()
-        return {"closed": closed, "layouts": {name: tuple(layout) for name, layout in self._layouts.items()}}
+        return {"closed": closed, "layouts": dict(self._neurons)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the window of ``state``, on every rank. ValueError if its layers or positions differ."""
-        mine = {name: tuple(layout) for name, layout in self._layouts.items()}
-        theirs = {name: tuple(layout) for name, layout in state["layouts"].items()}
-        if mine != {name: layout[:2] for name, layout in theirs.items()}:
-            raise ValueError(f"state must be of the layers and positions {mine}, got {theirs}")
-        # those of version 0.3 have counts by type of token; a new window takes their place
-        closed = state["closed"] if mine == theirs else None
+        """Take the window of ``state``, on every rank. ValueError if its layers differ."""
+        theirs = {name: layout[0] if isinstance(layout, tuple) else layout for name, layout in state["layouts"].items()}
+        if self._neurons != theirs:
+            raise ValueError(f"state must be of layers with these neurons: {self._neurons}, got {theirs}")
+        # those of version 0.3 have more counts; a new window takes their place
+        closed = state["closed"] if self._neurons == state["layouts"] else None
         self._closed = None if closed is None else closed.to(self._device())
         self._reduced, self._fresh, self._dead = closed is not None, closed is None, None
         self._open.clear()
@@ -290,8 +252,8 @@ class SparsityTracker:
                 flats = [
                     self._open[name].to(device)
                     if name in self._open
-                    else torch.zeros(sum(layout.sizes), dtype=torch.int64, device=device)
-                    for name, layout in self._layouts.items()
+                    else torch.zeros(neurons + _TOTALS, dtype=torch.int64, device=device)
+                    for name, neurons in self._neurons.items()
                 ]
                 self._closed, self._reduced, self._dead = torch.cat(flats), False, None
                 self._open.clear()
@@ -307,16 +269,15 @@ class SparsityTracker:
 
     def _counts(self, closed: Tensor | None) -> dict[str, tuple[Tensor, ...] | None]:
         if closed is None:
-            return dict.fromkeys(self._layouts)
-        flats = torch.split(closed, [sum(layout.sizes) for layout in self._layouts.values()])
-        return {name: torch.split(flat, layout.sizes) for (name, layout), flat in zip(self._layouts.items(), flats)}
+            return dict.fromkeys(self._neurons)
+        parts = torch.split(closed, [size for neurons in self._neurons.values() for size in (neurons, _TOTALS)])
+        return dict(zip(self._neurons, zip(parts[::2], parts[1::2])))
 
     def _row(self, name: str, l0: float | None, l1: float | None, counts: tuple[Tensor, ...] | None) -> LayerStats:
-        neurons, strategy = self._layouts[name].neurons, strategy_of(self._layers[name])
+        neurons, strategy = self._neurons[name], strategy_of(self._layers[name])
         if counts is None:
-            nothing = dict.fromkeys(self.positions)
-            return LayerStats(name, neurons, l0, l1, 0, 0, None, None, None, nothing, strategy)
-        firings, at, tokens_at, totals = counts
+            return LayerStats(name, neurons, l0, l1, 0, 0, None, None, None, strategy)
+        firings, totals = counts
         tokens, calls, nonzeros, union, tiles = totals.tolist()
         return LayerStats(
             name,
@@ -328,33 +289,23 @@ class SparsityTracker:
             int((firings == 0).sum()) if tokens else None,
             ratio(nonzeros, tokens),
             ratio(union, tiles * neurons),
-            dict(zip(self.positions, map(ratio, at.tolist(), tokens_at.tolist()))),
             strategy,
         )
 
-    def _observe(self, name: str, positions: Tensor | None, x: Tensor) -> None:
+    def _observe(self, name: str, x: Tensor) -> None:
         """Count one call of a layer on x [..., K]."""
-        layer, layout = self._layers[name], self._layouts[name]
+        layer, neurons = self._layers[name], self._neurons[name]
         # the counts outlive an inference mode in which x may have been made
         with torch.inference_mode(False), torch.no_grad():
             x = _aux.whole(x)
             if name not in self._open:
-                self._open[name] = torch.zeros(sum(layout.sizes), dtype=torch.int64, device=x.device)
-            firings, at, tokens_at, totals = torch.split(self._open[name], layout.sizes)
+                self._open[name] = torch.zeros(neurons + _TOTALS, dtype=torch.int64, device=x.device)
+            firings, totals = torch.split(self._open[name], [neurons, _TOTALS])
             tokens = x.shape[:-1].numel()
             per_token = x.new_zeros(tokens, dtype=torch.int64)
             union, tiles = _count(layer, x, firings, per_token)
             one = per_token.new_ones(())
             totals += torch.stack([one * tokens, one, per_token.sum(), union, one * tiles])
-            if positions is None and x.dim() > 2:
-                positions = torch.arange(x.shape[-2], device=x.device).expand(x.shape[:-1])
-            if positions is not None:
-                values = _per_token(positions, x)
-                place = torch.zeros_like(values)
-                for low in self._bounds[1:]:
-                    place += values >= low
-                at.index_add_(0, place, per_token)
-                tokens_at.index_add_(0, place, torch.ones_like(per_token))
 
 
 def strategy_of(layer: Any, kind: str = "training") -> str:
@@ -363,19 +314,6 @@ def strategy_of(layer: Any, kind: str = "training") -> str:
     own = [row for row in rows if row.kind == kind] or list(rows)
     # a graph does not count its calls, and a compiled model runs little else
     return max(own, key=lambda row: (bool(row.graph), row.calls)).strategy
-
-
-def _per_token(positions: Tensor, x: Tensor) -> Tensor:
-    """``positions`` as int64 [M] on the device of x; one row may stand for all sequences."""
-    shape = x.shape[:-1]
-    if positions.dim() == len(shape) == 2 and positions.shape != shape and positions.shape == shape[::-1]:
-        # the layer has the sequence first
-        positions = positions.t()
-    if positions.numel() != shape.numel() and positions.numel() == shape[-1]:
-        positions = positions.reshape(-1).expand(shape)
-    if positions.numel() != shape.numel():
-        raise ValueError(f"positions must have one value per token {list(shape)}, got {list(positions.shape)}")
-    return positions.reshape(-1).to(x.device, torch.int64, non_blocking=True)
 
 
 def _count(layer: Any, x: Tensor, firings: Tensor, per_token: Tensor) -> tuple[Tensor, int]:
