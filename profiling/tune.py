@@ -53,6 +53,8 @@ def card_of(runs: Sequence[dict[str, Any]]) -> Card:
     card = dataclasses.replace(cards.shipped(machine.split(" (")[0], family, int(sms[1])), **about)
     if models := {run["machine"].split(" (")[0] for run in runs} - {card.gpu}:
         raise ValueError(f"rates are of one GPU, got rows of {card.gpu} and {', '.join(sorted(models))}")
+    if any(not run.get("complete", True) for run in runs):
+        raise ValueError("rates are of whole runs, got one that is not complete")
     rows = tune.usable(row for run in runs for row in run["rows"])
     card = tune.fitted(rows, card)
     print(tune.report(rows, card), card.machine, sep="\n")

@@ -79,7 +79,7 @@ def planned(
 ) -> Route | Refusal:
     """How calls of ``layer`` on weights of these sizes run, in the dtype of their products; ``met``: facts of one."""
     asked = type(layer).__name__, name_of(layer._strategy), layer._invariant
-    facts = Facts(*asked, n=n, k=k, dtype=dtype, device=device.type)
+    facts = Facts(*asked, n=n, k=k, dtype=dtype, device=device.type, sliced=True)
     imposed, moving = cards.imposed(device.type, device.index), isinstance(layer._threshold, Tensor)
     return plan(facts._replace(imposed=imposed, moving=moving, training=training, **met))
 

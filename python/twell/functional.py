@@ -499,7 +499,7 @@ def run(
     chosen = site is not None and route.strategy == "auto"
     if route.strategy == "auto":
         # few tokens of other layers have no kernel of their own
-        one_pass = not (activation.k or gives) and choice is None and counts is None
+        one_pass = not (activation.k or gives) and choice is None and counts is None and (fast or layer.plain)
         route = _chosen(layer, site, training, direct, one_pass, route)
     if activation.k:
         # room for the k of every token, and a gate that is computed whole

@@ -223,7 +223,7 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     assert tune.run(arguments) == 1
     printed = capsys.readouterr().out
     assert "out of time before" in printed
-    assert "nothing to fit\nnot measured: e4m3, inference, training; their rates stay those of NVIDIA H200" in printed
+    assert "nothing to fit\nnot measured whole: e4m3, inference, training; no rates are written" in printed
     assert printed.endswith("\nincomplete: 0 of 6 steps; run again with --budget-s 3600\n")
     assert not list(folder.glob("*.json"))
 
@@ -232,34 +232,28 @@ def test_measures_and_writes(small: None, folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(tune, "measure", lambda *args, **named: itertools.islice(measure(*args, **named, seconds=0), 4))
     assert tune.run(arguments) == 1
     printed = capsys.readouterr().out
-    # e4m3 was, but not to the end
-    assert "not measured: e4m3, training; their rates stay those of NVIDIA H200" in printed
+    # e4m3 was, but not to the end; steps have rates of inference
+    assert "not measured whole: e4m3, inference, training; no rates are written" in printed
     assert printed.endswith("\nincomplete: 4 of 6 steps; run again with --budget-s 4000\n")
-    card = cards.in_use(CUDA)
-    assert card.file == folder / "NVIDIA_H20_3e.json"
-    assert card.rates.launch != cards.SHIPPED.rates.launch
-    assert (card.rates.step_flop, card.float8) == (cards.SHIPPED.rates.step_flop, cards.SHIPPED.float8)
+    assert not list(folder.glob("*.json"))
 
-    arguments.kinds = ["training"]
+    arguments.kinds = ["gated", "training"]
     monkeypatch.setattr(tune, "measure", lambda *args, **named: measure(*args, **named, seconds=0))
     assert tune.run(arguments) == 0
     printed = capsys.readouterr().out
     assert re.search(r"130  union \S+ to \S+, union.screen \S+ to \S+\n", printed)
+    assert "not measured whole: e4m3; their rates stay those of NVIDIA H200" in printed
+    card = cards.in_use(CUDA)
     assert f'wrote {card.file}; "auto" uses it in processes that start now\n' in printed
     assert "incomplete" not in printed
+    assert card.file == folder / "NVIDIA_H20_3e.json"
+    assert card.rates.launch != cards.SHIPPED.rates.launch
+    assert (card.float8, card.kernels) == (cards.SHIPPED.float8, cards.SHIPPED.kernels)
     monkeypatch.setitem(tune.MOST_ERROR, True, -1.0)
     assert tune.run(arguments) == 1
     printed = capsys.readouterr().out
     assert re.search(r"130  RED uniform union differs from dense by \d+\.\d%\n", printed)
     assert "nothing to fit" in printed
-    # a GPU of another family has no rates of steps
-    arguments.kinds = ["gated"]
-    other = dataclasses.replace(cards.SHIPPED, family="sm70")
-    monkeypatch.setattr(cards, "in_use", lambda on: other)
-    assert tune.run(arguments) == 1
-    printed = capsys.readouterr().out
-    assert "not measured: e4m3, training; so no rates are written" in printed
-    assert "wrote" not in printed
 
 
 def test_the_cards_that_ship_are_made_of_rows(small: None, folder: Path, tmp_path: Path, capsys: Any) -> None:

@@ -76,7 +76,8 @@ def predict(
     figures = Figures(layer.mean / ranks, layer.union, heaviest, layer.candidates)
     if call.kind == "decoding":
         figures = Figures(layer.mean / ranks, layer.mixed)
-    facts = Facts("sizes of a rank" if ranks > 1 else "sizes", n=problem.n, k=problem.k, float8=layer.float8)
+    name, sliced = "sizes of a rank" if ranks > 1 else "sizes", not (layer.float8 or call.served)
+    facts = Facts(name, n=problem.n, k=problem.k, float8=layer.float8, sliced=sliced)
     refusal = unpackable(facts, instead="")
     if refusal or layer.reason:
         dense = {"dense": _dense(problem, card)}
@@ -90,7 +91,7 @@ def predict(
         return Prediction(layer.number, call, requested.strategy, "named by the configuration", seconds)
     route, reason, _, _ = rates.decide(problem, figures, None, card)
     others = {name: time / seconds["dense"] for name, time in seconds.items() if name != "dense"}
-    if route == "dense" and min(others.values()) >= 1:
+    if route == "dense" and min(others.values(), default=0) >= 1:
         reason = f"{', '.join(f'{name} would take {share:.2f}' for name, share in others.items())} of dense's time"
     return Prediction(layer.number, call, route, reason, seconds)
 
@@ -109,15 +110,17 @@ def _dense(problem: Problem, card: Card | None) -> float:
 
 
 def apart(layers: Sequence[LayerSparsity], ranks: int = 1) -> float:
-    """The factor by which the layers with most of the work, one or more, are beyond what was measured."""
-    works: dict[tuple[int, int, bool], int] = {}
-    for each in layers:
-        works[each.k, each.n, each.float8] = works.get((each.k, each.n, each.float8), 0) + each.work
-    most = max(works, key=lambda shape: works[shape])
-    own = [each for each in layers if (each.k, each.n, each.float8) == most]
-    k, n, float8 = most
-    share = sum(each.mean for each in own) / len(own) / n
-    return rates.MEASURED["e4m3" if float8 else "16 bits"].apart(k, n // ranks, share)
+    """The factor by which layers, one or more, are beyond what was measured: half of the work is no further."""
+
+    def beyond(each: LayerSparsity) -> float:
+        return rates.MEASURED["e4m3" if each.float8 else "16 bits"].apart(each.k, each.n // ranks, each.mean / each.n)
+
+    nearest, left = sorted(layers, key=beyond), sum(each.work for each in layers) / 2
+    for each in nearest:
+        left -= each.work
+        if left <= 0:
+            return beyond(each)
+    return beyond(nearest[-1])
 
 
 def most_nonzeros(shape: Shape, call: Call, card: Card | None = None) -> int:

@@ -207,8 +207,11 @@ def observe(
                 raise ValueError(f"{at.name}: expected the batch's {ids.numel()} tokens, got {count}")
             shape = (ids.shape[0], -1)
         present = torch.ones(count, dtype=torch.bool, device=x.device).view(shape)
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel() == count:
-            present = mask.bool().to(x.device)
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            if present.shape != mask.shape and not bool(mask.all()):
+                got = f"{list(present.shape)} tokens for a mask of {list(mask.shape)}"
+                raise ValueError(f"{at.name}: expected the tokens of the batch's mask, sequences first, got {got}")
+            present = mask.bool().to(x.device) if present.shape == mask.shape else present
         return present, present & (present.cumsum(1) == 1)
 
     def hook(i: int) -> Callable[..., None]:
@@ -226,7 +229,7 @@ def observe(
 
         return called
 
-    training = [module for module in model.modules() if module.training]
+    modes = {module: module.training for module in model.modules()}
     handles = []
     for i, each in enumerate(watched):
         after = isinstance(each, WatchedLayer) and each.after
@@ -240,8 +243,10 @@ def observe(
     finally:
         for handle in handles:
             handle.remove()
-        for module in training:
-            module.training = True
+        # what other code does where a mode changes, it does again
+        model.train(modes[model])
+        for module, mode in modes.items():
+            module.training = mode
 
 
 def _is_ids(value: Any) -> bool:

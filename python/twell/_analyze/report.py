@@ -189,7 +189,7 @@ def analyze(
     require("model", model, nn.Module, "an nn.Module")
     if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"batches must be a list or another iterable of batches, got {type(batches).__name__}")
-    card = cards.in_use(next((p.device for p in model.parameters()), torch.device("cpu")))
+    card = cards.to_predict(next((p.device for p in model.parameters()), torch.device("cpu")))
     calls = calls_of(prefill, decode, training)
     for call in calls:
         require_integer(f"each number of {call.kind}", call.tokens, 1)

@@ -120,7 +120,7 @@ def card_of(written: Any) -> Card:
     """The card of what ``as_json`` wrote. Raises one of ``UNUSABLE`` for anything else."""
     machine, date, kernels, family = (str(written[name]) for name in ("machine", "date", "kernels", "family"))
     sms = written["sms"]
-    if family not in (specs.SM90, specs.PORTABLE) or type(sms) is not int or sms < 2:
+    if family not in (specs.SM90, specs.PORTABLE) or type(sms) is not int or not 2 <= sms <= 4096:
         raise ValueError(f"family and sms must be of a GPU, got {family!r:.40} and {sms!r:.40}")
     if written["rates"] is None:
         raise ValueError("it must have rates, got none")
@@ -187,7 +187,8 @@ def read(gpu: str, family: str = specs.SM90, sms: int | None = None) -> Card:
     other = own.kernels != fingerprint.source_hash()
     note = f"{path} has times of other kernels: run `twell tune` again" if other else ""
     float8, experts = own.float8 or best.float8, own.experts or best.experts
-    return dataclasses.replace(own, float8=float8, experts=experts, file=path, note=note)
+    own = dataclasses.replace(own, sms=sms or own.sms, file=path, note=note)
+    return dataclasses.replace(own, float8=float8, experts=experts)
 
 
 def write(card: Card) -> Path:
@@ -205,6 +206,11 @@ def in_use(on: torch.device) -> Card:
     except RuntimeError:
         # no driver: these are fake tensors
         return SHIPPED
+
+
+def to_predict(on: torch.device) -> Card:
+    """The same, or the first that ships where "auto" does not choose."""
+    return SHIPPED if imposed(on.type, on.index) else in_use(on)
 
 
 @functools.cache

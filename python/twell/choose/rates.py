@@ -196,7 +196,8 @@ def of_slice(problem: Problem, figures: Figures) -> tuple[Problem, Figures, int]
         return problem, figures, 1
     heaviest = None if figures.heaviest is None else figures.heaviest / len(slices)
     figures = figures._replace(nonzeros=figures.nonzeros / len(slices), heaviest=heaviest)
-    return problem._replace(n=slices[0][1]), figures, len(slices)
+    # a cluster's sums would be longer than slices are
+    return problem._replace(n=slices[0][1], one_pass=False), figures, len(slices)
 
 
 def copies_us(problem: Problem) -> float:
@@ -253,7 +254,7 @@ def _inference(problem: Problem, figures: Figures, r: Rates, card: Card) -> dict
     flop = 2 * TILE / 1e6
     ups = _norm(4, tiles * (union * n + 32) * k / sms, 256 * k) * flop / r.up_flop * gated
     downs = _norm(4, tiles * math.ceil(k / 256) / sms, 1.0) * (union * n + 32) * 256 * flop / r.down_flop
-    heavy_entries = r.heavy_entry / 1e4 * heavy * n * TILE * (figures.union is not None)
+    heavy_entries = r.heavy_entry / 1e4 * heavy * n * min(m, TILE)
     body = ups + downs + (r.lists + heavy_entries) * (1 + tiles / sms) + up * read * union / 4
     body += r.entry * m * density * n * k / 2048 / 1e6
     found = {"dense": dense, "row": row, "union": gate + body}
@@ -316,10 +317,10 @@ ROOM, _STEADY_TOKENS = 1.5, 1024
 # Inference of a layer not yet measured runs "union" if, with one non-zero in 190 neurons, it would take at most this
 # multiple of the time of "row": the worst pattern makes it a few times slower than dense, and "row" thirty times.
 WORST_CASE_PREMIUM, ASSUMED_DENSITY = 1.25, 1 / 190
-# Tokens of CUDA graphs that are dense if nothing was measured before: sparse rows of a layer that is not sparse lose
-# much: at 64 tokens, with 10 % of the neurons firing, a step of a served 8B model took 2.6 times stock's time (NVIDIA
-# H200, `engine_ten.json`). Fewer tokens take one pass, which loses little, and more the bounded "union".
-UNSURE_GRAPHS = range(specs.DECODE_TOKENS[-1] + 1, 513)
+# Most tokens of CUDA graphs that are dense if nothing was measured before: sparse rows of a layer that is not sparse
+# lose much: at 64 tokens, with 10 % of the neurons firing, a step of a served 8B model took 2.6 times stock's time
+# (NVIDIA H200, `engine_ten.json`). Calls in one pass lose little, and more tokens take the bounded "union".
+UNSURE_GRAPHS = 512
 
 
 class Decision(NamedTuple):
@@ -350,7 +351,7 @@ def decide(
     """Choose the route of a call from measured ``figures`` and the ``current`` one; either may be None.
 
     A pure function of these, of the card, by default the shipped one, and of whether "union" may ``screen``. Without
-    figures inference takes a sparse route, except in ``UNSURE_GRAPHS``, and training the dense one.
+    figures inference takes a sparse route, except in graphs of few tokens, and training the dense one.
     """
     if in_one_pass(problem, card) and not problem.down_copied:
         reason = "so few tokens take one pass over the weights, whatever share fires"
@@ -391,7 +392,7 @@ def _measured(problem: Problem, figures: Figures, current: str | None, card: Car
 def _fresh(problem: Problem, card: Card | None) -> Decision:
     if problem.training:
         return UNTRAINED
-    if not problem.eager and problem.m in UNSURE_GRAPHS:
+    if not problem.eager and problem.m <= UNSURE_GRAPHS:
         return Decision("dense", "a graph keeps its choice, and nothing was measured before it", {})
     assumed = seconds(problem, Figures(ASSUMED_DENSITY * problem.n, None), card)
     if assumed.get("union", math.inf) <= min(WORST_CASE_PREMIUM * assumed["row"], assumed["dense"]):

@@ -337,6 +337,15 @@ class AutoStrategy:
                 # it is traced again
                 self._graph.strategy, self._graph.reason = "union", "the screen was switched off"
 
+    def _move(self, card: cards.Card) -> None:
+        """Decide by another card from now on."""
+        with self._lock:
+            if any(bucket.decision is not None for bucket in self._buckets.values()):
+                for bucket in self._buckets.values():
+                    bucket.decision = None
+                self._forget_routes()
+            self._card = card
+
     def begin(
         self,
         x: Tensor,
@@ -355,8 +364,8 @@ class AutoStrategy:
         sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
         problem = rates.Problem(*sizes, not capturing, float8, one_pass)
         holder = self if training and _modes.checkpointed() else None
-        if real:
-            self._card = cards.in_use(x.device)
+        if real and (card := cards.in_use(x.device)) is not self._card:
+            self._move(card)
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
             strategy, held = self._peek(problem, record=capturing)
             return route_of(strategy, None, holder, held)
@@ -377,7 +386,8 @@ class AutoStrategy:
                 and not float8
                 and rates.worth_screening(problem, bucket.figures or self._nearest(key), self._card)
             )
-        if strategy == "row" and problem.m >= geometry.TOKEN_TILE and n <= self._card.union_neurons:
+        fits = geometry.neuron_slices(n)[0][1] <= self._card.union_neurons
+        if strategy == "row" and problem.m >= geometry.TOKEN_TILE and fits:
             strategy = "union"
         return route_of(strategy, Measurement(self, problem, call, screen), holder, bucket.held)
 

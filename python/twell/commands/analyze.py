@@ -16,7 +16,7 @@ from twell._analyze.figures import LayerSparsity
 from twell._analyze.layers import found
 from twell._analyze.report import DECODE, PREFILL, TRAINING, Analysis, calls_of
 from twell._runtime import geometry
-from twell.choose.cards import in_use
+from twell.choose.cards import to_predict
 from twell.choose.rates import ASSUMED_DENSITY
 from twell.commands import saved_model, served
 from twell.commands.request import RequestError, at_least, check_file, number_above, pick_device
@@ -150,7 +150,7 @@ def _plain(arguments: argparse.Namespace, folder: Path) -> Analysis:
     if loaded.was:
         lines.append(f"{arguments.activation} in place of {loaded.was}: figures before any training with it")
     lines.append(f"Text: {text}; {parameter.device}, {str(parameter.dtype).removeprefix('torch.')}")
-    return report.predicted(layers, experts, _calls(arguments), in_use(parameter.device), tuple(lines))
+    return report.predicted(layers, experts, _calls(arguments), to_predict(parameter.device), tuple(lines))
 
 
 def _served(arguments: argparse.Namespace, folder: Path) -> Analysis:
@@ -159,7 +159,7 @@ def _served(arguments: argparse.Namespace, folder: Path) -> Analysis:
     layers, source = _figures(arguments, content, layers)
     kinds = (f"{folder.absolute().name}: {kind}" for kind in report.kinds(layers))
     title = (*kinds, *lines, source, *[f"Neurons are divided by {arguments.ranks} ranks"] * (arguments.ranks > 1))
-    card = in_use(pick_device(arguments.device))
+    card = to_predict(pick_device(arguments.device))
     return report.predicted(layers, [], _calls(arguments), card, title, arguments.ranks, requested)
 
 
@@ -219,5 +219,5 @@ def _without_zeros(model: saved_model.WithoutZeros, arguments: argparse.Namespac
     if not model.shapes:
         yield "Verdict: twell does not pay, as it computes no layer of the model"
         return
-    card = in_use(pick_device(arguments.device))
+    card = to_predict(pick_device(arguments.device))
     yield from report.requirement(model.was, model.shapes, _calls(arguments), card)

@@ -191,7 +191,7 @@ def _by_slices(sparse: Callable[..., _Counted], layer: Layer, *how: Any) -> _Cou
     return y, torch.stack([own.sum() for own in l1]), torch.cat(stats, 1), unions, candidates
 
 
-def _chosen(layer: Layer, activation: Activation, route: Route, site: Tensor | None) -> Route:
+def _chosen(layer: Layer, activation: Activation, route: Route, site: Tensor | None, fast: bool) -> Route:
     """The route of a call of the operators, by costs where it is "auto"; w_down is [N, K]."""
     if route.strategy != "auto":
         return route
@@ -199,7 +199,7 @@ def _chosen(layer: Layer, activation: Activation, route: Route, site: Tensor | N
     if tokens is None:
         # what has its shape
         tokens = layer.gate[:, :1].expand(len(layer.gate), layer.w_down.shape[1])
-    n, gated, training, copied, merged, one_pass = _asked_by(layer, activation)
+    n, gated, training, copied, merged, one_pass = _asked_by(layer, activation, fast)
     if site is None:
         return without_site(tokens, n, gated, training, copied, one_pass, layer.scaled)
     found = site_of(site, route.screen).begin(tokens, n, gated, training, copied, merged, one_pass, layer.scaled)
@@ -207,11 +207,11 @@ def _chosen(layer: Layer, activation: Activation, route: Route, site: Tensor | N
     return found if layer.plain else found._replace(screen=False)
 
 
-def _asked_by(layer: Layer, activation: Activation) -> tuple[int, bool, bool, bool, bool, bool]:
+def _asked_by(layer: Layer, activation: Activation, fast: bool) -> tuple[int, bool, bool, bool, bool, bool]:
     """What a site is asked by, after x: w_down is [N, K]."""
     copied = not layer.scaled and not are_rows(layer.w_down.shape, layer.w_down.stride())
     merged = layer.plain and dense.is_merged(layer)
-    one_pass = layer.gate is None and not activation.k
+    one_pass = layer.gate is None and not activation.k and (fast or layer.plain)
     return layer.w_down.shape[0], layer.w_up is not None, False, copied, merged, one_pass
 
 
@@ -283,7 +283,7 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
             return y, y.new_empty((), dtype=torch.float32), y.new_empty((), dtype=torch.int64)
         if capturing := _modes.capturing(layer.w_down):
             _memory.note_capture(layer.w_down)
-        route = _chosen(layer, activation, route, site)
+        route = _chosen(layer, activation, route, site, fast)
         if remembers and plain and not totals and not capturing:
             y = _settled(layer, arguments, activation, route)
             if y is not None:
