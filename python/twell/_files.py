@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import glob
 import os
 import secrets
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 
 from twell._runtime.log import logger
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 # of linux/fs.h and fcntl.h
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
@@ -62,12 +60,6 @@ def is_replaceable(path: Path) -> bool:
     return path.is_file() or path.is_dir() or not path.exists()
 
 
-def leftovers(path: Path) -> list[Path]:
-    """Partial files of ``path``, from writers that were killed or are still at work."""
-    target = Path(os.path.realpath(path))
-    return sorted(target.parent.glob(f"{glob.escape(_prefix(target))}*"))
-
-
 def sync(path: str | Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -85,18 +77,6 @@ def sync_all(path: Path) -> None:
         sync(folder)
     if not path.is_dir():
         sync(path)
-
-
-def is_full(error: BaseException | None) -> bool:
-    """Whether ``error``, or an error that led to it, says that a disk or a quota is full."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        # libraries outside Python put the system's message into errors of their own
-        if getattr(error, "errno", None) in _FULL or any(os.strerror(code) in str(error) for code in _FULL):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _prefix(target: Path) -> str:
