@@ -83,7 +83,7 @@ def predict(
         dense = {"dense": _dense(problem, card)}
         return Prediction(layer.number, call, "dense", layer.reason or str(refusal and refusal.message), dense)
     seconds = rates.seconds(problem, figures, card)
-    if call.served and layer.float8:
+    if layer.float8:
         # its own dense copies a weight, that of servers does not
         seconds["dense"] = _dense(problem, card)
     seconds["dense"] *= 1 + (SUSTAINED - 1) * min(max((seconds["dense"] - SHORT) / (LONG - SHORT), 0), 1)

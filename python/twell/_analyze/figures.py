@@ -52,7 +52,8 @@ class LayerSparsity:
     @property
     def label(self) -> str:
         """Its number if that is in its name, else the name."""
-        return str(self.number) if str(self.number) in self.name.split(".") else self.name or "-"
+        first = next((part for part in self.name.split(".") if part.isdecimal()), "")
+        return first if first == str(self.number) else self.name or "-"
 
     @property
     def form(self) -> str:
@@ -109,6 +110,8 @@ class Tally:
 
     def watch(self, at: WatchedLayer, x: Tensor, y: Tensor) -> None:
         """Count a call on tokens x [M, K], of which the module made y or, before its call, x."""
+        if not len(x):
+            return
         if at.linear is not None:
             self.screen(x, at)
         for _, pattern in patterns(at.activation, lambda rows: at.gates(x[rows], y[rows]), len(x), self._n):

@@ -1,6 +1,7 @@
 """The feed-forward layers of a model in memory, and the tokens that they are called with."""
 
 import importlib
+import inspect
 import math
 import re
 import sys
@@ -195,11 +196,12 @@ def observe(
     paired = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
+    bound: dict[str, Any] = {}
 
     def rows_of(at: Watched, x: Tensor) -> tuple[Tensor, Tensor]:
         """Which tokens are no padding, and which begin a sequence: bool [sequences, tokens] both."""
         decoder = paired and "decoder" in at.name.split(".")
-        mask, count = kwargs.get(f"{'decoder_' * decoder}attention_mask"), math.prod(x.shape[:-1])
+        mask, count = bound.get(f"{'decoder_' * decoder}attention_mask"), math.prod(x.shape[:-1])
         ids = next((t for t in (*args, *kwargs.values()) if _is_ids(t)), None)
         shape = (x.shape[0], -1) if x.dim() > 2 else (1, count)
         if x.dim() < 3 and ids is not None and not paired:
@@ -217,6 +219,10 @@ def observe(
     def hook(i: int) -> Callable[..., None]:
         def called(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], y: Any = None) -> None:
             x, *others = [t for t in (*given, *named.values()) if isinstance(t, Tensor)]
+            if x.is_nested:
+                raise ValueError(
+                    f"{watched[i].name}: expected a plain tensor, got a nested one; enable_nested_tensor=False"
+                )
             if not x.numel():
                 return
             present, first = (each.flatten() for each in rows_of(watched[i], x))
@@ -239,6 +245,7 @@ def observe(
         model.eval()
         for batch in batches:
             args, kwargs = _arguments(batch, device)
+            bound = _named(model, args, kwargs)
             (run or model)(*args, **kwargs)
     finally:
         for handle in handles:
@@ -247,6 +254,15 @@ def observe(
         model.train(modes[model])
         for module, mode in modes.items():
             module.training = mode
+
+
+def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names that ``forward`` gives them."""
+    try:
+        return dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments) | kwargs
+    except (TypeError, ValueError):
+        # the call itself says what is wrong
+        return kwargs
 
 
 def _is_ids(value: Any) -> bool:

@@ -13,6 +13,7 @@ from twell._analyze import experts, layers
 from twell._analyze.calls import (
     FAR,
     HOST_BOUND,
+    MOST_SHARE,
     PAYS,
     TOO_FAR,
     Call,
@@ -32,6 +33,8 @@ from twell.choose.cards import Card
 from twell.choose.plan import Route
 
 DECODE, PREFILL, TRAINING = (1, 64), (16384,), (16384,)
+# Figures of fewer tokens are said to be uncertain.
+FEW_TOKENS = 2048
 
 
 def calls_of(
@@ -92,7 +95,10 @@ class Analysis:
         ]
         names = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
         yield from aligned([names, *([row[name] for name in names] for row in rows)])
-        yield "union, mixed: neurons that 128 tokens fire, which follow each other, or are of many places of a batch"
+        if {"union", "mixed"} & {*names}:
+            yield "union, mixed: neurons that 128 tokens fire, which follow each other, or come from many places"
+        if 0 < (counted := min(each.tokens for each in self.layers)) < FEW_TOKENS:
+            yield f"Only {counted:,} tokens were counted: figures of more may differ"
 
     def _times(self) -> Iterator[str]:
         lines = [["call", "dense us", "route", "us", "ratio"]]
@@ -126,7 +132,7 @@ class Analysis:
             known = experts.speeds(self.experts, self.card)
             ratios = {Call("decoding", size): taken / dense for size, (_, taken, dense) in known.items()}
             measured = rates.MEASURED["experts"]
-            far = max(measured.apart(each.k, each.n) for each in self.experts)
+            far = max(measured.apart(each.k, each.n, 1 - each.zeros) for each in self.experts)
             zeros = sum(each.zeros for each in self.experts) / len(self.experts)
             source = f"{as_percent(1 - zeros)} of their neurons fire"
             parts.append(_said("experts", measured.gpu or self.card.gpu, ratios, far, source))
@@ -190,12 +196,17 @@ def analyze(
     if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"batches must be a list or another iterable of batches, got {type(batches).__name__}")
     card = cards.to_predict(next((p.device for p in model.parameters()), torch.device("cpu")))
+    for name, sizes in (("prefill", prefill), ("decode", decode), ("training", training)):
+        if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+            raise TypeError(f"{name} must be a list of positive integers, got {sizes!r}")
     calls = calls_of(prefill, decode, training)
     for call in calls:
         require_integer(f"each number of {call.kind}", call.tokens, 1)
     found, of_experts = count(model, batches, *layers.found(model, names))
-    title = tuple(f"{type(model).__name__}: {line}" for line in kinds(found))
-    return predicted(found, of_experts, calls, card, title)
+    title = [f"{type(model).__name__}: {line}" for line in kinds(found)]
+    if next((p.dtype for p in model.parameters()), None) is torch.float32:
+        title.append("Times are of 16 bits: the kernels take no torch.float32")
+    return predicted(found, of_experts, calls, card, tuple(title))
 
 
 def count(
@@ -249,6 +260,11 @@ def kinds(found: Sequence[LayerSparsity]) -> Iterator[str]:
         yield counted(len(labels), what) + sizes + (f" ({', '.join(labels)})" if len(by_kind) > 1 else "")
 
 
+def searched(most: int, n: int) -> str:
+    """What follows a limit: nothing beyond a share of the neurons was tried."""
+    return " or more" if most * 1.02 + 1 > n * MOST_SHARE else ""
+
+
 def requirement(was: str, shapes: Sequence[Shape], calls: Sequence[Call], card: Card) -> Iterator[str]:
     """What layers, one or more, with an activation that makes no zeros would need to pay, and a verdict."""
     limits = {shape: [most_nonzeros(shape, call, card) for call in calls] for shape in dict.fromkeys(shapes)}
@@ -257,12 +273,13 @@ def requirement(was: str, shapes: Sequence[Shape], calls: Sequence[Call], card: 
     yield "training (docs/relufy.md, arXiv 2310.04564), until its tokens have so many non-zeros at most:"
     lines = [["layer", *map(str, calls)]]
     for (gated, k, n), limit in limits.items():
-        cells = [f"{most:,} ({as_percent(most / n)})" if most else "never" for most in limit]
+        cells = [f"{most:,}{searched(most, n)} ({as_percent(most / n)})" if most else "never" for most in limit]
         lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
     yield from aligned(lines)
     if (far := rates.MEASURED["16 bits"].apart(*most_work[1:])) > TOO_FAR:
         yield f"Verdict: none: layers of these sizes are too far from all measured, {far:.0f} times beyond"
         return
-    needs = [f"{most:,} (for {call})" for call, most in zip(calls, limits[most_work], strict=True) if most]
+    found, n = zip(calls, limits[most_work], strict=True), most_work[2]
+    needs = [f"{most:,}{searched(most, n)} (for {call})" for call, most in found if most]
     what = f"with at most {listed(needs, 'and')} non-zeros per token" if needs else "at no sparsity"
     yield f"Verdict: twell does not pay on {card.gpu} as {was} makes no zeros; it would {what}, in CUDA graphs"

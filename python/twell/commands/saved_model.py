@@ -112,6 +112,7 @@ def add_arguments(
         "--text",
         type=Path,
         nargs="+",
+        action="extend",
         required=text,
         metavar="PATH",
         help="text files or folders; a fixed seed shuffles the files",
