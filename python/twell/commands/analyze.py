@@ -147,11 +147,11 @@ def _plain(arguments: argparse.Namespace, folder: Path) -> Analysis:
     if loaded.stored:
         lines.append(f"Files by {loaded.stored}, whose weights were dequantised: figures and times are of 16 bits")
         lines.append("Of quantised files sparsify and load take those in e4m3 alone (docs/float8.md)")
-    if parameter.dtype.itemsize > 2:
-        lines.append(f"Times are of 16 bits: the kernels take no {parameter.dtype}")
     if loaded.was:
         lines.append(f"{arguments.activation} in place of {loaded.was}: figures before any training with it")
     lines.append(f"Text: {text}; {parameter.device}, {str(parameter.dtype).removeprefix('torch.')}")
+    if parameter.dtype.itemsize > 2:
+        lines.append(f"Times are of 16 bits: the kernels take no {parameter.dtype}")
     return report.predicted(layers, experts, _calls(arguments), to_predict(parameter.device), tuple(lines))
 
 
