@@ -548,3 +548,35 @@ def test_chart_shows_many_layers(tmp_path: Path) -> None:
     layers = [dataclasses.replace(layer_of(0 if i == 3 else i, None if i % 2 else 0.3), number=i) for i in range(40)]
     chart.save(tmp_path / "a.PNG", report.predicted(layers, [], report.calls_of(), cards.SHIPPED))
     assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
+
+
+class Masked(nn.Module):
+    """A model of one layer, whose tokens may lie otherwise, and with a module that acts where its mode changes."""
+
+    def __init__(self, swapped: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.mlp, self.swapped = nn.Embedding(9, 16), twell.nn.SparseMLP(16, 64), swapped
+        self.changes: list[bool] = []
+
+    def train(self, mode: bool = True) -> Any:
+        self.changes.append(mode)
+        return super().train(mode)
+
+    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(ids)
+        return self.mlp(x.transpose(0, 1) if self.swapped else x)
+
+
+def test_padding_is_left_out_however_the_mask_is_given() -> None:
+    ids, mask = torch.ones(4, 64, dtype=torch.long), torch.ones(4, 64, dtype=torch.long)
+    mask[1:, 8:] = 0
+    for batch in ((ids, mask), {"ids": ids, "attention_mask": mask}):
+        model = Masked()
+        assert twell.analyze(model, [batch]).layers[0].tokens == 88
+        assert model.training
+        # what a merged adapter undid, it does again
+        assert model.changes == [False, True]
+    with pytest.raises(ValueError, match=r"sequences first, got \[64, 4\] tokens for a mask of \[4, 64\]"):
+        twell.analyze(Masked(swapped=True), [(ids, mask)])
+    with pytest.raises(ValueError, match="must be called with tokens, got none"):
+        twell.analyze(Masked(), [(ids, 0 * mask)])

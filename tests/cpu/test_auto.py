@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import pickle
 import re
@@ -22,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
 from twell import _modes, testing
-from twell._runtime import device, geometry
-from twell.choose import rates
+from twell._runtime import device, geometry, specs
+from twell.choose import cards, rates
 from twell.choose import site as sites
 from twell.choose.explanation import Choice, Explanation
 from twell.choose.rates import Figures, Problem
@@ -78,6 +79,33 @@ def test_times_are_positive_and_grow() -> None:
             assert all(more[route] >= less[route] for route in less.keys() & more.keys())
     one, two = (rates.seconds(problem(n=n), Figures(n / 190, 0.1)) for n in (65536, 131072))
     assert {route: two[route] / time for route, time in one.items()} == pytest.approx(dict.fromkeys(one, 2.0))
+
+
+def test_few_tokens_are_one_pass_where_it_runs() -> None:
+    """Not of slices, nor beyond its columns, nor of whole sums in e4m3: graphs of these are dense without figures."""
+    sliced, wide = problem(32, n=131072), problem(32, k=5120, n=13824)
+    assert rates.in_one_pass(problem(32))
+    assert not rates.in_one_pass(wide)
+    assert rates.seconds(sliced, DENSE) == rates.seconds(sliced._replace(one_pass=False), DENSE)
+    for call in (sliced, wide, problem(32)._replace(one_pass=False), problem(8)._replace(one_pass=False, float8=True)):
+        decision = rates.decide(call, None)
+        assert (decision.strategy, decision.final) == ("dense", False)
+
+
+def test_a_sliced_layer_learns_its_union(free_choice: None) -> None:
+    site, figures = sites.AutoStrategy(), Figures(690, None, 870)
+    site.observe(problem(1024, n=131072), figures)
+    route = site.begin(torch.zeros(1024, 2048, dtype=BF16), 131072, True, False, False)
+    assert (route.strategy, route.measurement is not None) == ("union", True)
+
+
+def test_a_site_that_moves_to_another_gpu_decides_again(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, x = sites.AutoStrategy(), torch.zeros(8, 2048, dtype=BF16)
+    site.observe(problem(8), Figures(5000, None))
+    assert [site.begin(x, 5632, True, False, False).strategy for _ in range(3)] == ["row"] * 3
+    other = dataclasses.replace(cards.SHIPPED, family=specs.PORTABLE)
+    monkeypatch.setattr(cards, "in_use", lambda on: other)
+    assert site.begin(x, 5632, True, False, False).strategy == "dense"
 
 
 def test_a_change_must_promise_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
