@@ -52,11 +52,13 @@ class Text:
     max_mb: float = field(default=1024, metadata={"help": "megabytes of text to read"})
     held_out: float = field(default=0.02, metadata={"help": "share of the text that is held out"})
     sequence: int = field(default=1024, metadata={"help": "tokens of a sequence"})
+    eval_sequences: int = field(default=512, metadata={"help": "sequences of the held-out text, at most"})
 
     def __post_init__(self) -> None:
         require("--max_mb", self.max_mb > 0, "a number above 0", self.max_mb)
         require("--held_out", 0 < self.held_out < 1, "a share between 0 and 1", self.held_out)
         require("--sequence", self.sequence > 1, "2 or more", self.sequence)
+        require("--eval_sequences", self.eval_sequences > 0, "1 or more", self.eval_sequences)
 
     def files(self) -> list[Path]:
         found: list[Path] = []
@@ -164,9 +166,8 @@ def sequences(text: Text, training: Any, tokenizer: Any = None, vocab: int = 0) 
             made.save_pretrained(folder / "tokenizer")
         saved = torch.load(path, mmap=True)
     made = tokenizer or PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
-    return made, *(
-        Sequences(*part, text.sequence) for part in (("training", saved["train"]), ("held-out", saved["held"]))
-    )
+    held = saved["held"][: text.eval_sequences * text.sequence]
+    return made, Sequences("training", saved["train"], text.sequence), Sequences("held-out", held, text.sequence)
 
 
 def tokenised(text: Text, tokenizer: Any) -> list[Tensor]:
@@ -202,6 +203,10 @@ class Chart(TrainerCallback):  # type: ignore[misc]
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last step is logged."""
+        control.should_log |= state.global_step >= state.max_steps
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write both anew. ValueError if a loss is not finite, before it is saved."""
         lost = [
@@ -235,10 +240,12 @@ def chart(history: Sequence[dict[str, Any]], folder: Path) -> None:
         figure.savefig(partial, format="png", dpi=120)
 
 
-def checkpoint(folder: Path) -> str | None:
-    """The last complete checkpoint of Trainer; it writes trainer_state.json last."""
-    found = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
-    return str(max(found, key=lambda path: int(path.name.rpartition("-")[2]))) if found else None
+def checkpoint(folder: Path, steps: int) -> str | None:
+    """The last complete checkpoint before the last of ``steps``, from which Trainer would take one more."""
+    # it writes this file last
+    paths = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+    found = {int(path.name.rpartition("-")[2]): path for path in paths}
+    return str(found[last]) if (last := max((step for step in found if step < steps), default=0)) else None
 
 
 def fit(
@@ -275,7 +282,7 @@ def fit(
     if not done.exists():
         if runner.is_world_process_zero():
             _files.write_text(path, json.dumps(options, indent=1) + "\n")
-        last = checkpoint(folder)
+        last = checkpoint(folder, training.max_steps)
         training.eval_on_start &= last is None
         runner.train(resume_from_checkpoint=last)
         runner.evaluate()
