@@ -65,7 +65,8 @@ class Text:
         for root in map(Path, self.text):
             require("--text", root.exists(), "files or folders", f"{str(root)!r}, which does not exist")
             found += _files.files_below(root, self.suffix) if root.is_dir() else [root]
-        found = [path for path in found if Path(self.without).resolve() not in path.resolve().parents]
+        if self.without:
+            found = [path for path in found if Path(self.without).resolve() not in path.resolve().parents]
         require("--text", bool(found), f"files{self.suffix and ' that end in '}{self.suffix}", "none")
         return found
 
@@ -103,6 +104,8 @@ def parse(script: str, about: str | None, options: Any, arguments: list[str] | N
     common = {"max_steps": 1000, "logging_steps": 10, "eval_steps": 200, "save_steps": 200, "eval_strategy": "steps"}
     common |= {"lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95, "bf16": gpu, "use_cpu": not gpu}
     common |= {"save_total_limit": 2, "report_to": "none", "logging_nan_inf_filter": False}
+    # each step uses all parameters, which DDP need not find out
+    common["ddp_find_unused_parameters"] = False
     parser.set_defaults(**(common | defaults))
     chosen, training = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     require("--max_steps", training.max_steps > 0, "1 or more", training.max_steps)

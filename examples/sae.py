@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from relufy import load
 from runs import NON_ZEROS, Text, fit, parse, require, sequences
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import default_collate
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, set_seed
+from transformers import AutoTokenizer, TrainerCallback, set_seed
 
 from twell import _files
 from twell.commands.request import RequestError, exit_status
@@ -202,7 +203,7 @@ def run(arguments: list[str] | None) -> int:
     options.files()
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-        model = AutoModelForCausalLM.from_pretrained(options.model)
+        model = load(options.model)
     except (OSError, ValueError) as error:
         raise RequestError(f"--model: expected a causal model, got {' '.join(str(error).split())}") from error
     activations = Activations(model, options.module)

@@ -212,11 +212,14 @@ def test_tokens_stand_for_the_text(text: Path, tmp_path: Path, monkeypatch: pyte
     rows = Sequences("training", tokens, 32)
     assert len(rows) == 3
     assert rows[2]["input_ids"].tolist() == list(range(64, 96))
+    source.without = str(text / "part0")
+    assert len(list(source.documents(1e9))) == 40
     # long documents are cut at line ends, and the last one by the limit
     monkeypatch.setattr("runs.LONGEST", 100)
     whole = "".join(f"line {i}\n" for i in range(100)) + "x" * 250
     (tmp_path / "long.txt").write_text(whole)
-    documents = list(Text([str(tmp_path)]).documents(1050))
+    monkeypatch.chdir(tmp_path)
+    documents = list(Text(["."]).documents(1050))
     assert "".join(documents) == whole[:1050]
     assert all(len(document) <= 100 for document in documents)
     assert all(document.endswith("\n") for document in documents[:8])
