@@ -157,7 +157,7 @@ def test_silu_is_a_stock_llama_and_a_seed_decides(run: Callable[..., int], tmp_p
 def test_a_loss_that_is_lost_ends_the_run_before_it_is_saved(
     run: Callable[..., int], tmp_path: Path, capsys: Any
 ) -> None:
-    assert run("--learning_rate", 1e30, "--max_grad_norm", 0, "--save_steps", 2) == 2
+    assert run("--learning_rate", 1e30, "--save_steps", 2) == 2
     assert "is not finite in step 2: a lower --learning_rate" in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
