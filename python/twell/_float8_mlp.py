@@ -51,6 +51,10 @@ class Float8Projection(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         watch()
 
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        watch()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         own = self.weight, self.weight_scale
         return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
@@ -180,14 +184,6 @@ class Float8MLP(Configured):
 
     def _asked(self) -> How:
         return super()._asked()._replace(fast=self._fast_accum)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_form" in state:
-            # of version 0.3
-            named = {f"_{name}": state[name] for name in ("strategy", "invariant", "compression", "fast_accum")}
-            (activation, threshold), gated = state["_form"], len(state["_names"]) == 3
-            state = {**state, **named, "_activation": activation, "_threshold": threshold, "_gated": gated}
-        super().__setstate__(state)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         return super()._apply(moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call, no-any-return]

@@ -216,8 +216,8 @@ FAULTS = (
     Fault(
         "auto: kinds that were measured in part are fitted",
         "python/twell/commands/tune.py",
-        "whole = [each for each in usable(rows) if part_of(each.problem) not in left]",
-        "whole = usable(rows)",
+        "measured = {part_of(each.problem) for each in usable(rows)} - left",
+        "measured = {part_of(each.problem) for each in usable(rows)}",
         "tests/cpu/test_tune.py -k measures_and_writes",
     ),
     # ---- sparsify ----
@@ -410,8 +410,8 @@ FAULTS = (
     Fault(
         "analyze: a verdict on e4m3 by what was measured in 16 bits",
         "python/twell/_analyze/calls.py",
-        '"e4m3" if float8 else "16 bits"',
-        '"16 bits"',
+        'rates.MEASURED["e4m3" if each.float8 else "16 bits"]',
+        'rates.MEASURED["16 bits"]',
         "tests/cpu/test_analyze.py -k verdict",
     ),
     # ---- SAELens ----
