@@ -131,11 +131,8 @@ class Sequences(Dataset[dict[str, Tensor]]):
     """Sequences of ``length`` tokens, one after another."""
 
     def __init__(self, part: str, tokens: Tensor, length: int) -> None:
-        self.tokens, self.length, self.content = (
-            tokens,
-            length,
-            hashlib.sha256(tokens.numpy().data).hexdigest()[:16],
-        )
+        self.tokens, self.length = tokens, length
+        self.content = hashlib.sha256(tokens.numpy().data).hexdigest()[:16]
         require(f"{part} text", len(self) > 0, f"{length:,} tokens, a sequence, or more", f"{len(tokens):,}")
 
     def __len__(self) -> int:
@@ -211,7 +208,7 @@ class Chart(TrainerCallback):  # type: ignore[misc]
         control.should_log |= state.global_step >= state.max_steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Write both anew. ValueError if a loss is not finite, before it is saved."""
+        """Write both files again. Raises ValueError, before a checkpoint is saved, if a loss is not finite."""
         lost = [
             name for name in ("loss", "eval_loss", "grad_norm") if not math.isfinite(float((logs or {}).get(name, 0)))
         ]

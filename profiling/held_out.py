@@ -40,7 +40,7 @@ POINTS, TRAINING_POINTS, SEED = 100, 20, 20261122
 NEW_POINTS, NEW_SEED = {"pair": 20, "small": 30, "training": 10}, 20261129
 MOST_TOKENS, MOST_NONZEROS = 16384, 300
 
-# (K, N) of models, none of them among those of ``twell tune`` by gated or not, but for two pairs
+# (K, N) of models, by gated or not. ``twell tune`` measures two of the pairs, and none of the gated layers.
 SHAPES = {
     True: (
         *((1024, 3072), (1280, 3456), (1152, 6912), (2048, 8192), (2048, 11008), (2304, 9216), (2560, 6912)),

@@ -374,7 +374,7 @@ def test_threads_do_not_corrupt() -> None:
 
 
 def test_few_tokens_are_dense_where_the_down_weight_is_copied() -> None:
-    for figures, most in ((None, 32), (Figures(10, None), 64)):
+    for figures, most in ((None, 32), (Figures(30, None), 64)):
         for m in (1, 16, most):
             laid, copied = problem(m), problem(m)._replace(down_copied=True)
             assert rates.decide(laid, figures, None).strategy == "row"

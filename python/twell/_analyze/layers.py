@@ -59,9 +59,9 @@ class WatchedExperts(Watched):
 def found(model: nn.Module, names: _sparsify.Names | None = None) -> tuple[list[WatchedLayer], list[WatchedExperts]]:
     """The layers and the stacked experts of ``model`` that twell computes or would, in its order.
 
-    Those are the layers of twell, and what ``sparsify_(model, names=names)`` would make layers of, if there are none
-    or there are ``names``, but for layers of another activation. Their numbers come from their names ("layers.3.mlp" is
-    3), or count from 0 if names do not distinguish them. Raises as ``sparsify_`` if there are no layers and no experts.
+    Those are the layers of twell and, if there are none or ``names`` are given, what ``sparsify_(model, names=names)``
+    would replace. Layers of another activation are left out. A number is from the name ("layers.3.mlp" is 3), or counts
+    from 0 if names do not distinguish layers. Raises as ``sparsify_`` if there are no layers and no experts.
     """
     routed = _stacked(model)
     made: dict[str, Any] = dict(_sparsify.layers(model))

@@ -502,7 +502,7 @@ def shape(text: str) -> Shape:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
     add = parser.add_argument
-    add("--shape", nargs="+", type=shape, metavar="KxN", help="hidden sizes and neurons that rates shall fit")
+    add("--shape", nargs="+", type=shape, metavar="KxN", help="hidden sizes and neurons of the layers to fit rates to")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of calls (all)")
     add("--device", help="cuda or cuda:INDEX (default: cuda)")
     add(
