@@ -374,8 +374,8 @@ def test_threads_do_not_corrupt() -> None:
 
 
 def test_few_tokens_are_dense_where_the_down_weight_is_copied() -> None:
-    for figures, most in ((None, 32), (Figures(30, None), 64)):
-        for m in (1, 16, most):
+    for figures, tokens in ((None, (1, 16, 32)), (Figures(30, None), (32, 64))):
+        for m in tokens:
             laid, copied = problem(m), problem(m)._replace(down_copied=True)
             assert rates.decide(laid, figures, None).strategy == "row"
             decision = rates.decide(copied, figures, None)
