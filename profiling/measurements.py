@@ -118,6 +118,14 @@ ALL = (
         dated=True,
     ),
     _one(
+        "tuning_portable",
+        "the same of the portable family",
+        'the rates of "auto" there',
+        "python -m profiling.tune --portable --budget-s $BUDGET --out $OUT",
+        290,
+        dated=True,
+    ),
+    _one(
         "held_out",
         'routes and "auto" at 160 points outside of it',
         "auto losses",
@@ -300,7 +308,6 @@ FROZEN = {
     "training": "the kernels of a training step",
     "training_run": "trainings of 0.5B, dense and sparse",
     "model": "the trained 0.5B model, whole",
-    "tuning_few": 'times of layers in one pass of `decode`, as `tuning` has them: rates of "auto"',
     "tuning_h100": 'times of an H100 in `float8_few` and `float8_large`, as `tuning` has them: rates of "auto"',
 }
 

@@ -4,10 +4,12 @@
     python -m profiling.tune --from part.json other.json --write
 
 The first command needs a GPU, the second fits to rows of earlier runs, of which the last one for a problem counts.
-Rows go to --out after each step. --write puts the card of that GPU into ``cards.json``.
+Rows go to --out after each step. --portable measures the other family on a Hopper GPU. --write puts the card of that
+GPU into ``cards.json``.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import re
@@ -17,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from profiling.draw.common import loads
+from profiling.portable import kernels_of
 from twell import _files
+from twell._runtime import specs
 from twell.choose import cards
 from twell.choose.cards import Card
 from twell.commands import tune
@@ -78,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", type=Path, metavar="FILE", help="write the rows as JSON")
     add("--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="measure nothing, use these files")
     add("--write", action="store_true", help="write cards.json")
+    add("--portable", action="store_true", help="measure the kernels of the portable family")
     arguments = parser.parse_args(argv)
 
     def keep(rows: list[tune.Row], card: Card, complete: bool) -> None:
@@ -87,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run() -> int:
         write = ship if arguments.write else None
         if not arguments.sources:
-            return tune.tune(arguments, tune.gpu(arguments.device), keep, write)
+            with kernels_of(specs.PORTABLE) if arguments.portable else contextlib.nullcontext():
+                return tune.tune(arguments, tune.gpu(arguments.device), keep, write)
         card = card_of([read(path) for path in arguments.sources])
         if write is not None:
             print(f"wrote {write(card)}")

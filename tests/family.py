@@ -41,5 +41,5 @@ def is_without_rates() -> bool:
 
 def decide_by_shipped_rates() -> None:
     """Let "auto" choose in this process as if a user had measured those that ship on a portable GPU."""
-    card = dataclasses.replace(cards.SHIPPED, family=specs.PORTABLE, file=Path("shipped"))
+    card = dataclasses.replace(cards.shipped("", specs.PORTABLE), file=Path("shipped"))
     cards._on = lambda index: card  # type: ignore[assignment]

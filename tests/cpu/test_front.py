@@ -264,6 +264,7 @@ def test_layers_take_turns_at_measuring(
             assert len(first) == 28 * models
     # one alone measures at these calls, and decides by that at the next ones
     monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
+    rates.waits_for_host.cache_clear()
     alone, due, calls = layer(strategy="auto").requires_grad_(training), {0, 1, 2, 4, 8, 16, 32, 64, 128, 192}, []
     for i in range(200):
         before = len(long)

@@ -47,7 +47,7 @@ WITHIN = {
     ("inference", "union"): (0.06, 0.13),
     ("inference", "union+screen"): (0.07, 0.16),
     ("training", "dense"): (0.09, 0.20),
-    ("training", "union"): (0.06, 0.16),
+    ("training", "union"): (0.07, 0.20),
     ("training", "union+screen"): (0.06, 0.16),
     ("e4m3", "dense"): (0.04, 0.10),
     ("e4m3", "row"): (0.07, 0.18),

@@ -121,15 +121,18 @@ def _gate_tiles(m: int, n: int, sms: int) -> tuple[int, int, float]:
     return tokens, -(-tiles // clusters), min(tiles / clusters, 1.0)
 
 
-# us of the host for a call without gradients and for a training step, of three nn.Linear with their activation and of
-# strategies chosen by "auto". Ratios are those of `host.json`, the time of dense that of the fastest host that was
-# measured, since hosts differ by a factor of two: where the GPU is the limit on a fast host, its times decide. Those of
-# the screen, which has more launches, are estimates, as is the share that passes before the first kernel starts.
+# us of the host for a call without gradients and for a training step, by the strategy that "auto" chose. Ratios are
+# those of `host.json` to three nn.Linear with their activation, which take the fastest host that was measured 60 and
+# 300 us, since hosts differ by a factor of two: where the GPU is the limit on a fast host, its times decide. Estimates:
+# those of the screen, which has more launches, of dense, a third more than three nn.Linear (six calls, one H200) and
+# the share that passes before the first kernel starts.
 HOST = {
-    False: {"dense": 60.0, "row": 23.0, "union": 32.0, SCREENED: 40.0},
+    False: {"dense": 80.0, "row": 23.0, "union": 32.0, SCREENED: 40.0},
     True: {"dense": 300.0, "union": 200.0, SCREENED: 220.0},
 }
 _FIRST_LAUNCH = 0.3
+# The time of dense without a gate over that with one: two of three products.
+_PAIR = 0.7
 
 
 def in_one_pass(problem: Problem, card: Card | None = None) -> bool:
@@ -186,9 +189,15 @@ def seconds(problem: Problem, figures: Figures, card: Card | None = None) -> dic
         if (route == "dense") == problem.float8:
             found[route] += copies
     if problem.eager:
-        host = HOST[problem.training]
+        host = _host(problem)
         found = {r: max(host.get(r, 0.0), us) + _FIRST_LAUNCH * host.get(r, 0.0) for r, us in found.items()}
     return {route: us / 1e6 for route, us in found.items()}
+
+
+def _host(problem: Problem) -> dict[str, float]:
+    """us of the host by route."""
+    host = HOST[problem.training]
+    return host if problem.gated else {**host, "dense": _PAIR * host.get("dense", 0.0)}
 
 
 def of_slice(problem: Problem, figures: Figures) -> tuple[Problem, Figures, int]:
@@ -423,5 +432,5 @@ def worth_screening(problem: Problem, figures: Figures | None, card: Card | None
 
 @functools.lru_cache(4096)
 def waits_for_host(problem: Problem) -> bool:
-    """Whether the host may take longer than the kernels of a dense call, on a host half as fast, too."""
-    return problem.eager and dense_us(problem, SHIPPED.rates, SHIPPED.sms) < 2 * HOST[problem.training]["dense"]
+    """Whether the host may take longer than the kernels of a dense call, on a slower host, too."""
+    return problem.eager and dense_us(problem, SHIPPED.rates, SHIPPED.sms) < 1.5 * _host(problem).get("dense", 0.0)

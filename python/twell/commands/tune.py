@@ -50,10 +50,10 @@ SHAPES: tuple[Shape, ...] = (
     *((4096, 11008), (4096, 14336), (5120, 13824), (1536, 8960)),
 )
 # one pass over the weights computes so few, where the GPU has the kernel
-FEW = (1, 8, 32)
+FEW, _FEW_SHAPES = (1, 8, 32), ((2048, 5632), (4096, 14336), (4096, 16384))
 _MANY = (33, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 12288)
-# By kind of call: layers and numbers of tokens, of which neighbours take every second one. Two layers of each kind of
-# inference have ``FEW``, too. With 131,072 tokens the second layer takes within 9 % of the relative times at 16,384.
+# By kind of call: layers and numbers of tokens, of which neighbours take every second one. Inference has ``FEW``, too,
+# in two layers of each kind. With 131,072 tokens the second layer takes within 9 % of the relative times at 16,384.
 KINDS: dict[str, tuple[tuple[Shape, ...], tuple[int, ...]]] = {
     "gated": (SHAPES, _MANY),
     "non-gated": (
@@ -267,7 +267,7 @@ def plan(card: Card, shapes: Sequence[Shape] | None = None, kinds: Iterable[str]
         own, counts = KINDS[kind]
         gated, training, is_float8 = "non-gated" not in kind, "training" in kind, kind == "e4m3"
         for i, (k, n) in enumerate(shapes or own):
-            few = FEW if not training and (shapes or i < 2) else ()
+            few = FEW if not training and (shapes or (k, n) in _FEW_SHAPES) else ()
             for m in (*few, *(counts if shapes or is_float8 else counts[i % 2 :: 2])):
                 problem = Problem(m, k, n, gated, training, merged=is_float8, float8=is_float8)
                 most = len(PATTERNS) - (m > _MOST_TOKENS_OF_DENSE.get(kind, 0)) - training
