@@ -40,14 +40,15 @@ def test_the_seeds_of_a_result_are_those_of_its_commands(name: str, root: Path) 
     assert re.findall(r"--seed (\d+)", " ".join(made.commands)) == [str(run["seed"]) for run in runs]
 
 
-# the largest error of a prediction in the median and at nine of ten, of routes that take at most 1.3 times the best
+# the largest error of a prediction in the median and at nine of ten, of routes that take at most 1.3 times the best; of
+# points that the rates were not fitted to, 1.25 times that
 WITHIN = {
     ("inference", "dense"): (0.04, 0.12),
     ("inference", "row"): (0.09, 0.21),
     ("inference", "union"): (0.06, 0.13),
     ("inference", "union+screen"): (0.07, 0.16),
     ("training", "dense"): (0.09, 0.20),
-    ("training", "union"): (0.07, 0.20),
+    ("training", "union"): (0.06, 0.16),
     ("training", "union+screen"): (0.06, 0.16),
     ("e4m3", "dense"): (0.04, 0.10),
     ("e4m3", "row"): (0.07, 0.18),
@@ -69,7 +70,7 @@ def test_predictions_are_near_what_was_measured(name: str, root: Path) -> None:
             if row.us[route] <= 1.3 * min(row.us.values()):
                 errors.setdefault((tune.part_of(row.problem), route), []).append(abs(us / row.us[route] - 1))
     for part, each in errors.items():
-        median, most = WITHIN[part]
+        median, most = (bound * (1 if name == "tuning" else 1.25) for bound in WITHIN[part])
         assert statistics.median(each) < median, part
         assert sorted(each)[int(0.9 * len(each))] < most, part
     for part in {tune.part_of(row.problem) for row in rows}:
