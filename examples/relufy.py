@@ -76,7 +76,6 @@ def replace(model: Any, activation: str, strategy: Any) -> None:
         if layer.activation != activation:
             layer.threshold = 0
             layer.activation = begin
-    twell_hf.name_activation(model)
 
 
 def distilling(original: Any, share: float) -> Callable[..., None]:

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -394,39 +394,6 @@ def compact(
         return _compacted(mlp, masks[name], keep_removed)
 
     return _replace_layers("compact", module, list(masks), make, inplace), CompactionReport(tuple(reports))
-
-
-# The end of the name of a compacted layer's mask in a state dict.
-KEPT = ".compaction.kept"
-
-
-class FullSize(NamedTuple):
-    """A state dict with all neurons, the neurons that each layer kept, and whether the removed ones had their rows."""
-
-    state: dict[str, Tensor]
-    kept: dict[str, Tensor]
-    complete: bool
-
-
-def full_size(state: Mapping[str, Tensor]) -> FullSize:
-    """Put the removed neurons of compacted layers into the state dict of a model, in copies; dropped ones are zeros."""
-    full, kept, complete = dict(state), dict[str, Tensor](), True
-    for name in [key.removesuffix(KEPT) for key in state if key.endswith(KEPT)]:
-        mask = kept[name] = full.pop(name + KEPT)
-        removed = full.pop(f"{name}.compaction.removed", None)
-        complete &= removed is not None
-        # in the order of ``_neurons``
-        keys = [f"{name}.{each}_proj.{kind}" for each in ("gate", "up") for kind in ("weight", "bias")]
-        for key in [key for key in (*keys, f"{name}.down_proj.weight") if key in full]:
-            down = key.endswith("down_proj.weight")
-            rows = full[key].t() if down else full[key].view(len(full[key]), -1)
-            whole = rows.new_zeros(len(mask), rows.shape[1])
-            whole[mask] = rows
-            if removed is not None:
-                gone, removed = removed.tensor_split([rows.shape[1]], 1)
-                whole[~mask] = gone.to(whole)
-            full[key] = whole.t().contiguous() if down else whole.view(len(mask), *full[key].shape[1:])
-    return FullSize(full, kept, complete)
 
 
 def restore(module: Module, *, inplace: bool = False) -> Module:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from twell import _modes, functional
 from twell._activation import ActivationName, activation_of
 from twell._arguments import require
-from twell._float8_saving import watch
+from twell._record import watch
 from twell._settings import Configured, setting
 from twell.choose import cards
 from twell.choose.explanation import Choice

@@ -10,6 +10,7 @@ from torch import nn
 from twell import _modes
 from twell._activation import Activation, ActivationName, activation_of
 from twell._arguments import require_flag
+from twell._record import watch
 from twell._runtime import geometry
 from twell.choose.plan import Facts, routed
 from twell.choose.site import AutoStrategy, Screen
@@ -139,3 +140,4 @@ class Configured(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._how = self._asked()
+        watch()

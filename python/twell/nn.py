@@ -27,6 +27,7 @@ from twell._autoencoder import SparseAutoencoder as SparseAutoencoder
 from twell._execution import Aux
 from twell._float8_mlp import Float8MLP
 from twell._projections import Projection
+from twell._record import watch
 from twell._runtime.log import warn_once
 from twell._settings import Configured, name_of, setting
 from twell.choose.explanation import Choice, Explanation
@@ -104,6 +105,7 @@ class SparseFFN(Configured):
         self._laid = _down_layout.Laid()
         self._auto = AutoStrategy()
         self._how = self._asked()
+        watch()
         if screen is not None:
             self.screen = screen
         # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors

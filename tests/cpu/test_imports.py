@@ -45,18 +45,19 @@ twell: _quantised
 twell: _choice
 twell: _execution
 twell: functional experts _down_layout
+# reads files, imports no library of others
+twell: integrations.float8_layouts
+twell: _configuration
+twell: _record
 twell: _settings
 twell: _columns
 twell: _projections
 twell: _adapted _explained
-# reads files, imports no library of others
-twell: integrations.float8_layouts
-twell: _float8_saving
 twell: _float8_mlp
 twell: _autoencoder
 twell: nn
 twell: _compaction _sparsify
-twell: _configuration _quantize
+twell: _quantize
 twell: _analyze.layers
 twell: _analyze.figures _analyze.experts
 twell: _analyze.calls

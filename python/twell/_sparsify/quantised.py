@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from twell._float8_mlp import Float8MLP, Float8Projection
-from twell._float8_saving import watch
 from twell._plain import only_moves
+from twell._record import watch
 from twell._sparsify.modules import DeferredUp, PairDown
 from twell.float8 import E4M3, Float8
 from twell.integrations import float8_layouts

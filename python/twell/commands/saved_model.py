@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from twell import _configuration, _sparsify
+from twell import _sparsify
 from twell._activation import NAMES_OF_FAMILY, Activation
 from twell._files import files_below
 from twell._runtime.log import logger
@@ -171,19 +171,23 @@ def load(
     with _reading(folder, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with _reading(folder, "a model"):
-        model = _load(folder, arguments.dtype, content)
+        dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        opened = integration.open_saved(folder, dequantize=True, dtype=dtype, local_files_only=True)
+    model, activation, was = opened.model, arguments.activation, ""
     left = stacked.left(model)
     served = [each for _, each in stacked.found(model)]
     try:
-        was = ""
-        if not _sparsify.layers(model):
-            if arguments.activation is not None:
-                was = _replaced(_sparsify.plan(model, None, arguments.activation, "dense", served=served))
-            integration.sparsify(model, activation=arguments.activation, strategy="dense")
-        elif arguments.activation is not None:
-            own = {layer.activation for layer in _sparsify.layers(model).values()} - {arguments.activation}
-            was = " and ".join(sorted(NAMES_OF_FAMILY[name] for name in own))
-            integration.with_activation(model, Activation(arguments.activation))
+        if opened.own or activation is None or _sparsify.layers(model):
+            opened.with_layers(strategy="dense")
+            layers = _sparsify.layers(model).values()
+            if activation is not None:
+                own = {layer.activation for layer in layers} - {activation}
+                was = " and ".join(sorted(NAMES_OF_FAMILY[name] for name in own))
+                for layer in layers:
+                    integration.give(layer, Activation(activation))
+        else:
+            was = _replaced(_sparsify.plan(model, None, activation, "dense", served=served))
+            integration.sparsify(model, activation=activation, strategy="dense")
     except (ValueError, TypeError) as error:
         if left and "stacked in one tensor" in str(error):
             raise WithoutZeros(f"MODEL: {left}", folder, "", [], left) from error
@@ -291,27 +295,6 @@ def _line(error: Exception) -> str:
     """The type of an error and the first line of its text."""
     text = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _load(folder: Path, dtype: str, content: dict[str, Any]) -> Any:
-    """Load the causal language model in ``folder``, which must have every weight of its body."""
-    from twell.integrations import transformers as integration
-
-    config = integration.read_configuration(folder, {"local_files_only": True})
-    taken, quantised = _configuration.as_stock(config), content.get("quantization_config")
-    if isinstance(quantised, dict) and quantised.get("quant_method") in integration.OF_E4M3:
-        # its layers run dense, in 16 bits
-        config.quantization_config = quantised | {"dequantize": True}
-    chosen = dtype if dtype == "auto" else getattr(torch, dtype)
-    model, about = integration.read(folder, config, dtype=chosen, local_files_only=True)
-    # transformers draws missing weights; the head does not matter, as it does not run
-    missing = sorted(key for key in about["missing_keys"] if key.startswith(f"{model.base_model_prefix}."))
-    if missing:
-        raise ValueError(f"expected all weights in {str(folder)!r}, got none for {', '.join(missing[:3])}")
-    if taken is None:
-        return model
-    made = model if _sparsify.layers(model) else integration.sparsify(model)
-    return integration.with_own(made, taken)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from twell import _configuration
+from twell import _configuration, _record
 from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._analyze.figures import LayerSparsity
 from twell.choose.plan import PACKED_DTYPES, Facts, Route, unpackable
@@ -33,6 +33,7 @@ def read(folder: Path, content: dict[str, Any], ranks: int) -> tuple[list[LayerS
     """
     lines = [_served(content)]
     try:
+        _record.require_named(content)
         # predictions know no candidates, and so no screen
         requested = layouts.route_of(content)._replace(screen=False)
         found, dtypes = layers_of(folder, content)
@@ -101,21 +102,15 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
 
     Raises RequestError if vLLM would not load them, and as the readers of files.
     """
-    headers = [layouts.read_header(path) for path in layouts.weight_files(folder)]
-    tensors = {name: stored for header in headers for name, stored in header.tensors.items()}
+    paths = layouts.weight_files(folder)
+    tensors = {name: stored for path in paths for name, stored in layouts.read_header(path).items()}
     # files of other formats have other names and shapes
     quantised = content.get("quantization_config") or content.get("compression_config")
     beside = folder / _MODELOPT
     settings = layouts.read_json(beside) if not quantised and beside.is_file() else content
     projections = dict.fromkeys(match[1] for name in tensors if (match := _PROJECTION.match(name)))
     schemes = {projection: float8_layouts.how(settings, projection) for projection in projections}
-    for name, layout in layouts.folder_layouts(folder).items():
-        if layout == "rows" and not set(content.get("architectures") or ()) & set(vllm.SPARSE):
-            raise RequestError(
-                f"MODEL: {name}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except for "
-                f"{' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; load and save_pretrained of "
-                "twell.integrations.transformers turn them"
-            )
+    markers = {name: marker for path in paths for name, marker in layouts.markers(str(path)).items()}
     found, used = [], set()
     for name, up in tensors.items():
         match = _UP.match(name)
@@ -126,12 +121,12 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
             projection = f"{match['layer']}{which}_proj"
             weight, scheme = tensors.get(f"{projection}.weight"), schemes.get(projection)
             kind, dtypes = (scheme.granularity, (_E4M3,)) if scheme else ("", _DTYPES)
-            if weight is None or len(weight.shape) != 2 or 0 in weight.shape:
-                got = "none" if weight is None else str(list(weight.shape))
+            if weight is None or len(weight[1]) != 2 or 0 in weight[1]:
+                got = "none" if weight is None else str(list(weight[1]))
                 said = f"{projection}.weight must be a matrix of at least one row and column, got {got}"
-            elif weight.dtype not in dtypes:
+            elif weight[0] not in dtypes:
                 expected = f"{' or '.join(dtypes)} for vLLM to serve it through twell"
-                said = f"{projection}.weight must be {expected}, got {weight.dtype}"
+                said = f"{projection}.weight must be {expected}, got {weight[0]}"
             elif form not in (None, kind):
                 got = f"scales by {kind or 'none'} and by {form or 'none'}"
                 said = f"{projection} must be quantised as the projections beside it, which vLLM merges, got {got}"
@@ -144,10 +139,18 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
             reason = "weights in e4m3 must have a scale for each row, or one in all, got scales of blocks"
         elif form and content.get("dtype", content.get("torch_dtype")) == "float16":
             reason = "the model must be in bfloat16 with weights in e4m3, got float16"
-        n, k = up.shape
+        dtype, (n, k) = up
+        down = f"{match['layer']}down_proj.weight"
+        rows = layouts.down_layout(tensors[down][1], k, n, content, markers.get(down)) == "rows"
+        if rows and not set(content.get("architectures") or ()) & set(vllm.SPARSE):
+            raise RequestError(
+                f"MODEL: {down}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except for "
+                f"{' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; load and save_pretrained of "
+                "twell.integrations.transformers turn them"
+            )
         where = match["layer"].rstrip("."), int(match["number"])
-        found.append(LayerSparsity(*where, True, k, n, float8=up.dtype == _E4M3, reason=reason))
-        used.add(up.dtype)
+        found.append(LayerSparsity(*where, True, k, n, float8=dtype == _E4M3, reason=reason))
+        used.add(dtype)
     return sorted(found, key=lambda layer: layer.number), used
 
 

@@ -17,7 +17,6 @@ from twell._arguments import (
     require_number,
     require_positive,
 )
-from twell._configuration import follow
 from twell._runtime.log import logger
 from twell.nn import SparseGatedMLP
 from twell.recipe import SparsityTracker, trained_layers
@@ -309,13 +308,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             recipe.reinitialize_dead(self._model, dead, self.reinitialize, step=state.global_step, seed=self.seed)
             # here, since every rank must take part and Trainer calls ``state`` on one alone
             self._counts = self.tracker.state_dict()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let a checkpoint's configuration name the threshold of this step."""
-        if isinstance(self.target, recipe.TargetThreshold) and control.should_save and self._model is not None:
-            follow(self._model, moving=True)
-
-    on_epoch_end = on_step_end
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""

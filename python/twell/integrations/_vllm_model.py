@@ -111,13 +111,15 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
             vllm.logger.info("twell: %s", wrong)
         # of an activation that no stock class has: the model is made with ReLU
         own = _configuration.as_stock(config)
-        self._only_twell = None if own is None else own.activation
+        if len(activations := {*own.values()}) > 1:
+            raise ValueError(f"a configuration must name one activation, got {activations}")
+        self._only_twell = next(iter(activations), None)
         tell_graphs_apart(vllm_config)
         try:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         finally:
-            if own is not None:
-                _configuration.write(config, own.keys, own.activation)
+            for key, activation in own.items():
+                key.write(config, activation)
 
     def recursive_replace(self) -> None:
         """Replace the modules of transformers by vLLM's, then serve the FFNs among them."""

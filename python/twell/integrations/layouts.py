@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -36,12 +35,6 @@ _PREFIX = "sparsity_"
 # Keys of the paper's configurations: False for layers without a gate, and their neurons.
 UNGATED_KEY, NEURONS_KEY = f"{_PREFIX}gated_mlp", f"{_PREFIX}new_intermediate_size"
 
-# Keys that twell writes; other keys with their prefix are the paper's.
-OWN_KEYS = (
-    *(f"{_PREFIX}{name}" for name in _SETTINGS),
-    *(LAYOUT_KEY, FIGURES_KEY),
-)
-
 # Architectures that always have ReLU, whatever stock activation the configuration names: the stock class of
 # configuration, and the model types of twell 0.3 and of the paper's code.
 SPARSE = {
@@ -55,7 +48,6 @@ INDEX = "model.safetensors.index.json"
 
 _DOWN = re.compile(r"(?:^|\.)down_proj\.weight$|(?:^|\.)decoder\.layers\.\d+\.fc2\.weight$")
 _ARGUMENT = re.compile(r'\b(strategy|invariant|screen)=("\w+"|True)')
-_INPUTS = {"down_proj": ("up_proj", "gate_proj"), "fc2": ("fc1",)}
 
 
 def stock_of_sparse(content: Mapping[str, Any]) -> str | None:
@@ -113,28 +105,6 @@ def _routed(found: Mapping[str, Any]) -> Route:
     return routed(Facts(strategy=strategy, invariant=invariant, screen=screen))
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a safetensors file: dtype as in the header, shape, start and stop of its bytes in the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class Header:
-    """The header of a safetensors file, in the order of the file; ``metadata`` may be None."""
-
-    metadata: dict[str, str] | None
-    tensors: dict[str, Stored]
-
-
 class LayerFigures(NamedTuple):
     """The sparsity of a layer in a configuration: an entry of ``FIGURES_KEY`` has these three numbers.
 
@@ -153,70 +123,42 @@ def is_down(name: str) -> bool:
 
 
 def down_layout(
-    shape: Sequence[int], hidden: int, intermediate: int, config: Mapping[str, Any] | None = None
+    shape: Sequence[int],
+    hidden: int,
+    intermediate: int,
+    config: Mapping[str, Any] | None = None,
+    of_file: str | None = None,
 ) -> DownLayout:
     """The layout of a down weight of ``shape``, in a layer of ``hidden`` inputs and ``intermediate`` neurons.
 
-    ``config`` is the checkpoint's configuration, or another mapping that may hold the marker ``LAYOUT_KEY``. Raises
-    ValueError if the shape is neither [hidden, intermediate] nor [intermediate, hidden], if it contradicts the marker,
-    or if it is square and has no marker: nothing is guessed.
+    ``config`` is the checkpoint's configuration, or another mapping that may hold the marker ``LAYOUT_KEY``, and
+    ``of_file`` the marker of the weight's file. Raises ValueError if the shape is neither [hidden, intermediate] nor
+    [intermediate, hidden], if it contradicts a marker, if markers differ, or if it is square and has none: nothing is
+    guessed.
     """
-    got, marker = list(shape), _marker(config)
-    linear, rows = [hidden, intermediate], [intermediate, hidden]
-    if got not in (linear, rows):
-        raise ValueError(f"the down weight must be {linear} (linear) or {rows} (rows), got {got}")
-    if linear == rows:
-        if marker is None:
-            raise ValueError(
-                f'a square down weight {got} may be stored either way: expected {LAYOUT_KEY} "linear" or "rows" in '
-                "the configuration, got none"
-            )
-        return marker
-    layout: DownLayout = "linear" if got == linear else "rows"
-    if marker not in (None, layout):
-        expected = linear if marker == "linear" else rows
-        raise ValueError(f"{LAYOUT_KEY} is {marker!r}, so the down weight must be {expected}, got {got} ({layout})")
-    return layout
-
-
-def layouts(
-    shapes: Mapping[str, Sequence[int]],
-    config: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Mapping[str, str] | None] | None = None,
-) -> dict[str, DownLayout]:
-    """The layout of each down weight among the tensors of a checkpoint, ``{name: shape}`` with every tensor in it.
-
-    The lengths come from the up, gate or fc1 weight beside it or, if there is none, from ``config``. The marker may be
-    in ``config``, in ``metadata`` (the safetensors metadata by tensor name), or in both. Raises ValueError if these
-    differ, and as ``down_layout``, with the name of the tensor.
-    """
-    found: dict[str, DownLayout] = {}
-    for name in filter(is_down, shapes):
-        try:
-            hidden, intermediate = _lengths(name, shapes, config)
-            ours, theirs = _marker((metadata or {}).get(name)), _marker(config)
-            if ours and theirs and ours != theirs:
-                raise ValueError(
-                    f"{LAYOUT_KEY} must be the same in the configuration and in the file's metadata, got {theirs!r} "
-                    f"and {ours!r}"
-                )
-            marked = {LAYOUT_KEY: ours} if ours else config
-            found[name] = down_layout(shapes[name], hidden, intermediate, marked)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return found
-
-
-def folder_layouts(folder: Path) -> dict[str, DownLayout]:
-    """The layout of each down weight of a Hugging Face folder with safetensors files; reads headers only.
-
-    Raises FileNotFoundError if the folder has no such files, and ValueError as ``layouts``.
-    """
-    headers = [read_header(path) for path in weight_files(folder)]
-    shapes = {name: stored.shape for header in headers for name, stored in header.tensors.items()}
-    metadata = {name: header.metadata for header in headers for name in header.tensors}
-    config = folder / CONFIG
-    return layouts(shapes, read_json(config) if config.is_file() else None, metadata)
+    got, marker = list(shape), (config or {}).get(LAYOUT_KEY)
+    if marker and of_file and marker != of_file:
+        raise ValueError(
+            f"{LAYOUT_KEY} must be the same in the configuration and in the file's metadata, got {marker!r} and "
+            f"{of_file!r}"
+        )
+    marker = of_file if marker is None else marker
+    if marker not in (None, *LAYOUTS):
+        raise ValueError(f'{LAYOUT_KEY} must be "linear" or "rows", got {marker!r}')
+    shapes: dict[Any, list[int]] = {"linear": [hidden, intermediate], "rows": [intermediate, hidden]}
+    found: list[DownLayout] = [layout for layout, each in shapes.items() if each == got]
+    if not found:
+        raise ValueError(f"the down weight must be {shapes['linear']} (linear) or {shapes['rows']} (rows), got {got}")
+    if marker is None and len(found) > 1:
+        raise ValueError(
+            f'a square down weight {got} may be stored either way: expected {LAYOUT_KEY} "linear" or "rows" in '
+            "the configuration, got none"
+        )
+    if marker not in (None, *found):
+        raise ValueError(
+            f"{LAYOUT_KEY} is {marker!r}, so the down weight must be {shapes[marker]}, got {got} ({found[0]})"
+        )
+    return found[0] if marker is None else cast("DownLayout", marker)
 
 
 def intermediate_size(config: Mapping[str, Any]) -> int | None:
@@ -261,32 +203,22 @@ def _within(number: object, most: float) -> bool:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a Hugging Face folder: the single one, or those in the index.
 
-    Raises FileNotFoundError if there is neither, or if a file of the index is missing.
+    Raises FileNotFoundError if there is neither or a file of the index is missing, and ValueError for a broken index.
     """
+    index = folder / INDEX
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    if not (folder / INDEX).is_file():
+    if not index.is_file():
         raise FileNotFoundError(f"expected {SINGLE} or {INDEX} in {str(folder)!r}, got neither")
-    return indexed_files(folder / INDEX)
-
-
-def indexed_files(index: Path, *, missing: bool = False) -> list[Path]:
-    """The files of an index, sorted by name.
-
-    Raises ValueError for a broken index, and FileNotFoundError if a file is missing, unless ``missing`` allows it.
-    """
-    content = read_json(index)
-    entries = content.get("weight_map")
-    if not isinstance(content.get("metadata", {}), dict):
-        raise ValueError(f'{str(index)!r} must have an object as "metadata", got {content["metadata"]!r}')
+    entries = read_json(index).get("weight_map")
     if not isinstance(entries, dict) or not entries or not all(isinstance(name, str) for name in entries.values()):
         raise ValueError(f'{str(index)!r} must have a "weight_map" of tensor names to files, got {entries!r}')
-    files = [index.parent / name for name in sorted(set(entries.values()))]
+    files = [folder / name for name in sorted(set(entries.values()))]
     for path in files:
         # an index comes from elsewhere: its names must not lead out of its folder
-        if path.parent != index.parent or path.name in ("", ".", ".."):
+        if path.parent != folder or path.name in ("", ".", ".."):
             raise ValueError(f"{str(index)!r} must name files beside it, got {str(path)!r}")
-        if not missing and not path.is_file():
+        if not path.is_file():
             raise FileNotFoundError(f"{str(index)!r} names {path.name!r}, which is not there")
     return files
 
@@ -302,8 +234,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_header(path: Path) -> Header:
-    """Names, dtypes, shapes and offsets of the tensors of a safetensors file, without reading them.
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype, as safetensors names it, and the shape of each tensor of a safetensors file, without reading them.
 
     Raises ValueError if it is not a sound safetensors file, ImportError if safetensors is missing.
     """
@@ -312,46 +244,19 @@ def read_header(path: Path) -> Header:
     except ImportError:
         raise ImportError("reading checkpoints needs safetensors: pip install 'twell[hf]'") from None
     try:
-        # the library checks the whole header, so the code below can trust it
-        with safe_open(path, framework="pt"):
-            pass
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{str(path)!r} must be a safetensors file, got {error}") from None
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header: dict[str, Any] = json.loads(file.read(length))
-    metadata = header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        start, stop = entry["data_offsets"]
-        tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), 8 + length + start, 8 + length + stop)
-    return Header(metadata, tensors)
 
 
-def _marker(config: Mapping[str, Any] | None) -> DownLayout | None:
-    marker = None if config is None else config.get(LAYOUT_KEY)
-    if marker is not None and marker not in LAYOUTS:
-        raise ValueError(f'{LAYOUT_KEY} must be "linear" or "rows", got {marker!r}')
-    return cast("DownLayout | None", marker)
+def markers(path: str) -> dict[str, str]:
+    """The marker of each tensor of a file, from its metadata; none if it is no safetensors file, or has none."""
+    if not path.endswith(".safetensors"):
+        return {}
+    from safetensors import safe_open
 
-
-def _lengths(name: str, shapes: Mapping[str, Sequence[int]], config: Mapping[str, Any] | None) -> tuple[int, int]:
-    """(hidden, intermediate) of the layer whose down weight is ``name``."""
-    prefix, module, _ = ("." + name).rsplit(".", 2)
-    prefix = prefix[1:] + "." if prefix else ""
-    beside = [sibling for stem in _INPUTS[module] if (sibling := f"{prefix}{stem}.weight") in shapes]
-    lengths = {tuple(shapes[sibling]) for sibling in beside}
-    if len(lengths) > 1 or any(len(shape) != 2 for shape in lengths):
-        got = ", ".join(f"{sibling} {list(shapes[sibling])}" for sibling in beside)
-        raise ValueError(f"the weights beside it must all be [intermediate, hidden], got {got}")
-    if lengths:
-        intermediate, hidden = lengths.pop()
-        return hidden, intermediate
-    text = (config or {}).get("text_config", config) or {}
-    sizes = text.get("hidden_size"), intermediate_size(text)
-    if not all(isinstance(size, int) for size in sizes):
-        raise ValueError(
-            f"expected {' or '.join(_INPUTS[module])} beside it, or hidden_size and intermediate_size in the "
-            "configuration, got neither"
-        )
-    return cast("tuple[int, int]", sizes)
+    with safe_open(path, framework="pt") as file:
+        marker = (file.metadata() or {}).get(LAYOUT_KEY)
+        return dict.fromkeys(file.keys(), marker) if marker else {}

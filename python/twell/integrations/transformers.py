@@ -25,16 +25,16 @@ spread the model over GPUs, before or after ``sparsify``, but not offload it: we
 before it, and after it run dense or raise.
 """
 
-import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from twell import _compaction, _configuration, _down_layout, _sparsify
+from twell import _configuration, _down_layout, _record, _sparsify
 from twell._activation import Activation
+from twell._compaction import Compaction
 from twell._float8_mlp import Float8MLP
 from twell._runtime.log import logger
 from twell.functional import Strategy
@@ -49,7 +49,6 @@ try:
         PreTrainedModel,
         Qwen2Config,
     )
-    from transformers.activations import ACT2CLS, ACT2FN
     from transformers.modeling_utils import load_state_dict
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:
@@ -59,12 +58,7 @@ except ImportError:
 from twell.integrations import experts as stacked
 from twell.integrations._trainer import SparsityCallback
 
-__all__ = [
-    "SparsityCallback",
-    "load",
-    "name_activation",
-    "sparsify",
-]
+__all__ = ["SparsityCallback", "load", "sparsify"]
 
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
@@ -79,8 +73,8 @@ _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
 # Configurations that read those of sparse models.
 _STOCK = {"LlamaConfig": LlamaConfig, "Qwen2Config": Qwen2Config}
 
-# What a configuration may name as an activation.
-_NAMED = frozenset((*ACT2FN, *_configuration.OWN))
+# Names of what a compacted layer has beside its weights in files.
+_KEPT, _REMOVED = ".compaction.kept", ".compaction.removed"
 
 
 def sparsify(
@@ -91,7 +85,6 @@ def sparsify(
     compression: int = 8,
     strategy: Strategy = "auto",
     names: _sparsify.Names | None = None,
-    key: str | None = None,
 ) -> Any:
     """Run the feed-forward layers of ``model`` through twell, in place; return ``model``.
 
@@ -103,12 +96,13 @@ def sparsify(
     A model with another activation, mostly SiLU, is refused, since its hidden state has no zeros. With
     ``activation="relu"``, "relu2" or "drelu" the model gets that one, to be trained with it, and so does its
     configuration: ``from_pretrained`` of the stock class then computes the same or, with "drelu", which no stock class
-    has, raises; ``load`` reads the files of causal models. The key in the configuration is one of a table; ``key`` is
-    another, as "text_config.act". ValueError for a configuration without one, and if other modules have the same one,
-    as layers that ``filter_fn`` leaves out and experts stacked in one tensor do, unless ``key`` says which. It must
-    name the activation of all layers that change. The key is the model's: a head that reads it when it runs, as
-    classifiers of BigBird, Funnel and Nystromformer do, follows it. "fatrelu" begins as "relu":
-    ``twell.recipe.TargetThreshold`` trains its threshold.
+    has, raises; ``load`` reads the files of causal models. The key in the configuration is found by building the model
+    from it on ``meta``. ValueError without one, and if it makes other modules, too, as layers that ``filter_fn`` leaves
+    out and experts stacked in one tensor. A head that reads it when it runs, as classifiers of BigBird, Funnel and
+    Nystromformer do, follows it. "fatrelu" begins as "relu": ``twell.recipe.TargetThreshold`` trains its threshold.
+
+    Whatever is set later, ``save_pretrained`` writes what the layers are then: their activation at its key of the
+    configuration, and a record of them, ``twell``, by which ``load`` takes the same ones.
 
     Of a mixture of experts the dense layers, shared experts and experts that are modules are taken. So are routed
     experts stacked in one tensor, whose activation is of the family as it is: they run ``twell.sparse_experts``, by
@@ -136,18 +130,40 @@ def sparsify(
             raise ValueError(f"{error}; {reason}") from None
         raise
     changed = [candidate for candidate in planned.candidates if candidate.was is not None]
-    keys = _find(model, changed, key) if changed else []
+    named = _keys_of(model, planned.candidates) if changed else {}
     _sparsify.apply(model, planned, compression, strategy)
     stacked.serve(model, experts, strategy, compression)
-    quantised = (module for module in model.modules() if isinstance(module, Float8MLP))
-    for layer in (*_sparsify.layers(model).values(), *quantised):
+    for key, new in named.items():
+        key.write(model.config, new)
+    _settle(model)
+    return outer
+
+
+def _settle(model: Any) -> None:
+    """See to layers that were made just now."""
+    layers = _sparsify.layers(model).values()
+    for layer in (*layers, *(module for module in model.modules() if isinstance(module, Float8MLP))):
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True  # type: ignore[assignment]
-    if changed:
-        _configuration.write_to_model(model, keys, changed[0].activation)
-    _down_layout.lay(_sparsify.layers(model).values())
-    return outer
+    _down_layout.lay(layers)
+
+
+def _keys_of(model: Any, candidates: list[_sparsify.Candidate]) -> dict[_configuration.Key, Activation]:
+    """What keys of the configuration name once the candidates are layers. Raises ValueError as ``sparsify``."""
+    # of a pair its activation alone
+    names = {f"{c.name}.{c.attribute if c.kind == 'pair' else ''}".strip("."): c for c in candidates if not c.steps}
+    layers = _record.activations(model) | {name: each.activation for name, each in names.items()}
+    try:
+        named, left = _configuration.keys_of(model, layers)
+        if why := next((left[name] for name, each in names.items() if each.was is not None and name in left), ""):
+            raise ValueError(why)
+    except ValueError as error:
+        raise ValueError(
+            f"sparsify: a new activation must have a key of the configuration: {error}. twell.sparsify_ changes it all "
+            "the same; save_pretrained then records it for load alone, and the stock class has the old one"
+        ) from error
+    return named
 
 
 def _within_peft(model: Any) -> Any:
@@ -183,6 +199,97 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
         raise FileNotFoundError(
             f"load: model must be a folder or the name of one on the Hub, got {str(model)!r}, which does not exist"
         )
+    opened = open_saved(model, **options)
+    given = {"strategy": strategy, "compression": compression}
+    return opened.with_layers(**{name: value for name, value in given.items() if value is not None})
+
+
+class Opened(NamedTuple):
+    """A saved model in its stock class, and what its files say of its layers.
+
+    own: the activations that no stock class has, by the keys that named them. entries: its record, or None. settings:
+    of layers. compactions: of compacted ones, by name.
+    """
+
+    model: Any
+    own: dict[_configuration.Key, Activation]
+    entries: list[_record.Entry] | None
+    settings: dict[str, Any]
+    compactions: dict[str, Compaction]
+
+    def with_layers(self, **options: Any) -> Any:
+        """The model with its layers through twell, as they were saved. Raises as ``load``."""
+        model, settings = self.model, self.settings | options
+        if not _sparsify.layers(model):
+            given: Any = {name: settings[name] for name in ("strategy", "compression") if name in settings}
+            if self.entries is None:
+                sparsify(model, **given)
+            else:
+                self._take(self.entries, given)
+        layers = _sparsify.layers(model)
+        for layer in layers.values():
+            for name, value in settings.items():
+                setattr(layer, name, value)
+        self._give(layers)
+        for name, compaction in self.compactions.items():
+            layers[name].compaction = compaction.train(model.training).to(layers[name].down_proj.weight.device)
+        _settle(model)
+        return model
+
+    def _take(self, entries: list[_record.Entry], options: dict[str, Any]) -> None:
+        """Run the layers of the record through twell, and no others. Raises ValueError if one is not there."""
+        options |= {"names": list(dict.fromkeys(entry.names for entry in entries if entry.names)) or None}
+        for own in (True, False):
+            mine = [entry for entry in entries if own is (entry.activation is not None)]
+            more: Any = {**options, "filter_fn": lambda _, name, mine=mine: any(entry.has(name) for entry in mine)}
+            if mine and own:
+                # the configuration does not name it
+                _sparsify.sparsify_(self.model, activation="relu", **more)
+            elif mine:
+                sparsify(self.model, **more)
+        made = [module for module, _ in _record.layers(self.model)]
+        for entry in entries:
+            if lost := [
+                each for each in entry.modules if not any(entry._replace(modules=(each,)).has(m) for m in made)
+            ]:
+                raise ValueError(
+                    f"load: a model must have the layers of its record, got none that is {lost[0]}: take the key "
+                    f'"{_configuration.RECORD_KEY}" out of the configuration to load the model without it'
+                )
+
+    def _entry(self, module: str) -> _record.Entry | None:
+        return next((entry for entry in self.entries or () if entry.has(module)), None)
+
+    def _give(self, layers: dict[str, Any]) -> None:
+        """Give layers the activation of the record, or that which a key of the configuration has named for them."""
+        model, own = self.model, self.own
+        if own and any(isinstance(module, Float8MLP) for module in model.modules()):
+            # they have the stock activation, and cannot change it
+            raise NotImplementedError(
+                f"load: layers in e4m3 must have ReLU or its square, got {next(iter(own.values())).name}: load files "
+                "in 16 bits, and quantise the model"
+            )
+        alone = len(_configuration.keys_naming(model.config, _configuration.FAMILY)) == len(own) == 1
+        made = {} if alone or not own else _configuration.made_by(model)
+        for name, layer in layers.items():
+            entry = self._entry(_sparsify.block_of(name, layer))
+            new = entry.activation if entry else None
+            if new is None and own:
+                keys = [key for key, names in made.items() if any(_record.is_of(each, name, layer) for each in names)]
+                new = next((own[key] for key in keys if key in own), None if keys else next(iter(own.values())))
+            if new is not None:
+                give(layer, new)
+        for key, named in own.items():
+            key.write(model.config, named)
+
+
+def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> Opened:
+    """The causal model in a folder or on the Hub before its layers run through twell, and what its files say of them.
+
+    ``dequantize``: weights in e4m3 to 16 bits.
+
+    Raises as ``load``.
+    """
     config = read_configuration(model, {key: options[key] for key in _WHERE if key in options})
     # transformers prefers registered classes
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
@@ -195,24 +302,31 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
             f"load: the model must be a causal one, got {config.model_type!r} in {str(model)!r}: load it by its own "
             "class of transformers, and call sparsify"
         )
-    asked = layouts.settings_of(vars(config.get_text_config()))
+    settings = layouts.settings_of(vars(config.get_text_config()))
     own_code = own_code and bool(options.get("trust_remote_code"))
-    own = None if own_code else _configuration.as_stock(config)
-    full_size = None if own_code else _full_size(Path(model, options.get("subfolder") or ""))
-    loaded, _ = read(model, config, full_size, **options)
-    given = {"strategy": strategy, "compression": compression}
-    settings = asked | {name: value for name, value in given.items() if value is not None}
-    if not _sparsify.layers(loaded):
-        sparsify(loaded, **{name: settings[name] for name in given if name in settings})
-    for layer in _sparsify.layers(loaded).values():
-        for name, value in settings.items():
-            setattr(layer, name, value)
-    if own is not None:
-        with_own(loaded, own)
-    if full_size is not None:
-        _compaction.compact(loaded, full_size.kept, keep_removed=full_size.complete, inplace=True)
-    _down_layout.lay(_sparsify.layers(loaded).values())
-    return loaded
+    if causal is not None and isinstance(text := config.get_text_config(), causal.config_class):
+        # as transformers, which makes a part of some models
+        config = text
+    own = {} if own_code else _configuration.as_stock(config)
+    entries = _record.read(config)
+    stored = getattr(config, "quantization_config", None)
+    if dequantize and isinstance(stored, dict) and stored.get("quant_method") in OF_E4M3:
+        config.quantization_config = stored | {"dequantize": True}
+    options |= {"config": config, "output_loading_info": True}
+    if causal is None:
+        loaded, about = AutoModelForCausalLM.from_pretrained(model, **options)
+        require_read(loaded, about)
+        return Opened(loaded, own, entries, settings, {})
+    reader: Any = type(causal.__name__, (_Reader, causal), {"_found": {}})
+    loaded, about = reader.from_pretrained(model, **options)
+    loaded.__class__ = causal
+    # the marker is of files
+    vars(loaded.config).pop(layouts.LAYOUT_KEY, None)
+    if not getattr(config, layouts.UNGATED_KEY, True):
+        # files that no stock class reads must not have its name
+        loaded.config.__class__ = _READERS[type(config)]
+    require_read(loaded, about)
+    return Opened(loaded, own, entries, settings, reader._found)
 
 
 def read_configuration(model: str | Path, where: dict[str, Any]) -> Any:
@@ -225,102 +339,75 @@ def read_configuration(model: str | Path, where: dict[str, Any]) -> Any:
     return _STOCK[stock].from_dict(fields)
 
 
-def read(
-    model: str | Path, config: Any, full_size: _compaction.FullSize | None = None, **options: Any
-) -> tuple[Any, dict[str, Any]]:
-    """The causal model of ``config`` in its stock class, and what ``from_pretrained`` tells about loading it.
-
-    Down weights may be stored either way. Raises ValueError as ``require_read``.
-    """
-    options |= {"config": config, "output_loading_info": True}
-    if full_size is None and not hasattr(config, layouts.LAYOUT_KEY):
-        loaded, about = AutoModelForCausalLM.from_pretrained(model, **options)
-    else:
-        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        reader: Any = type(cls.__name__, (_Reader, cls), {"_full_size": full_size})
-        loaded, about = reader.from_pretrained(model, **options)
-        loaded.__class__ = cls
-        # the marker is of files
-        vars(loaded.config).pop(layouts.LAYOUT_KEY, None)
-        if not getattr(config, layouts.UNGATED_KEY, True):
-            # files that no stock class reads must not have its name
-            loaded.config.__class__ = _READERS[type(config)]
-    require_read(about)
-    return loaded, about
-
-
 class _Reader:
     """A class with this base reads files that the stock one cannot: compacted, by rows, or without a gate."""
 
-    _full_size: _compaction.FullSize | None
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
-        if not getattr(config, layouts.UNGATED_KEY, True):
-            # `with_own` gives layers what no stock class has
-            activation: Literal["relu", "relu2"] = "relu2" if config.hidden_act == "relu2" else "relu"
-            for block in self.base_model.layers:  # type: ignore[attr-defined]
-                block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj, activation=activation)
+    _found: dict[str, Compaction]
+    _keys_to_ignore_on_load_unexpected = (r"\.compaction\.(kept|removed)$",)
 
     @classmethod
     def _load_pretrained_model(
-        cls,
-        model: Any,
-        state_dict: dict[str, Tensor] | None,
-        checkpoint_files: list[str] | None,
-        *args: Any,
-        **kwargs: Any,
+        cls, model: Any, state_dict: dict[str, Tensor] | None, checkpoint_files: list[str] | None, *args: Any, **kw: Any
     ) -> Any:
         # both versions of transformers call this once files are found and the model is on meta
-        if cls._full_size is not None:
-            state_dict = cls._full_size.state
-        elif hasattr(model.config, layouts.LAYOUT_KEY):
-            state_dict = _as_linear(model.config, state_dict, checkpoint_files)
-        return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)  # type: ignore[misc]
+        files = checkpoint_files or []
+        if not getattr(model.config, layouts.UNGATED_KEY, True):
+            # layers get what no stock class has later
+            squared: Literal["relu", "relu2"] = "relu2" if model.config.hidden_act == "relu2" else "relu"
+            for block in model.base_model.layers:
+                block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj, activation=squared)
+        stored = state_dict or {name: t for file in files for name, t in load_state_dict(file, "meta").items()}
+        if any(name.endswith(_KEPT) for name in stored):
+            _fit(model, stored)
+            whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
+            for name in [key.removesuffix(_KEPT) for key in whole if key.endswith(_KEPT)]:
+                cls._found[name] = Compaction(whole[name + _KEPT], whole.get(name + _REMOVED))
+        if hasattr(model.config, layouts.LAYOUT_KEY) and (rows := _rows(model, stored, files)):
+            logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
+            whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
+            state_dict = {**whole, **{name: whole[name].t().contiguous() for name in rows}}
+        return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kw)  # type: ignore[misc]
 
 
-def _as_linear(config: Any, state_dict: dict[str, Tensor] | None, files: list[str] | None) -> dict[str, Tensor] | None:
-    """The state dict to load: the given one, or that of files that store rows, with these transposed; else None."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    metadata: dict[str, dict[str, str] | None] = {}
-    if state_dict is None:
-        for file in files or ():
-            if file.endswith(".safetensors"):
-                header = layouts.read_header(Path(file))
-                shapes |= {name: stored.shape for name, stored in header.tensors.items()}
-                metadata |= dict.fromkeys(header.tensors, header.metadata)
-            else:
-                shapes |= {name: tuple(t.shape) for name, t in load_state_dict(file).items()}
-    else:
-        shapes = {name: tuple(t.shape) for name, t in state_dict.items()}
-    found = layouts.layouts(shapes, config.to_dict(), metadata or None)
-    rows = [name for name, layout in found.items() if layout == "rows"]
-    if not rows:
-        return state_dict
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{rows[0]}: quantised weights must be [hidden, intermediate], got [intermediate, hidden]")
-    logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
-    if state_dict is None:
-        # memory-mapped, as in transformers
-        state_dict = {name: t for file in files or () for name, t in load_state_dict(file).items()}
-    return {**state_dict, **{name: state_dict[name].t().contiguous() for name in rows}}
+def _fit(model: Any, stored: dict[str, Tensor]) -> None:
+    """Give the projections of a model on meta the shapes that their weights have in files."""
+    for name, linear in model.named_modules():
+        weight = stored.get(f"{name}.weight")
+        if isinstance(linear, nn.Linear) and weight is not None and weight.shape != linear.weight.shape:
+            linear.out_features, linear.in_features = weight.shape
+            linear.weight = nn.Parameter(linear.weight.new_empty(weight.shape))
+            if linear.bias is not None:
+                linear.bias = nn.Parameter(linear.bias.new_empty(weight.shape[0]))
 
 
-def _full_size(folder: Path) -> _compaction.FullSize | None:
-    """The weights of a compacted model in a folder, with its removed neurons; None of any other."""
-    try:
-        files = layouts.weight_files(folder)
-    except FileNotFoundError:
-        return None
-    if not any(name.endswith(_compaction.KEPT) for path in files for name in layouts.read_header(path).tensors):
-        return None
-    return _compaction.full_size({name: t for path in files for name, t in load_state_dict(str(path)).items()})
+def _rows(model: Any, stored: dict[str, Tensor], files: Sequence[str]) -> list[str]:
+    """The down weights that files store [intermediate, hidden]. Raises ValueError as ``layouts.down_layout``."""
+    markers = {name: marker for file in files for name, marker in layouts.markers(file).items()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    found = []
+    for name in filter(layouts.is_down, stored):
+        shape = shapes.get(name, shapes.get(f"{model.base_model_prefix}.{name}"))
+        if shape is not None:
+            try:
+                hidden, intermediate = shape
+                layout = layouts.down_layout(
+                    stored[name].shape, hidden, intermediate, vars(model.config), markers.get(name)
+                )
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            found += [name] * (layout == "rows")
+    if found and getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError(f"{found[0]}: quantised weights must be [hidden, intermediate], got [intermediate, hidden]")
+    return found
 
 
-def require_read(about: dict[str, Any]) -> None:
-    """Raise ValueError if ``from_pretrained`` has left out scales of weights, by what it tells ``about`` loading."""
+def require_read(model: Any, about: dict[str, Any]) -> None:
+    """Raise ValueError if ``from_pretrained`` has left out weights of the body, or scales."""
     if lost := [name for name in about["missing_keys"] if name.endswith(_SCALES)]:
         raise ValueError(f"each weight in e4m3 must have its scales, got none for {min(lost)}")
+    # transformers draws missing weights; a head may be new
+    if lost := [name for name in about["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")]:
+        raise ValueError(f"files must have all weights, got none for {', '.join(sorted(lost)[:3])}")
     left = [name for name in about["unexpected_keys"] if name.endswith(_SCALES)]
     if left:
         raise ValueError(
@@ -330,99 +417,11 @@ def require_read(about: dict[str, Any]) -> None:
         )
 
 
-def with_own(model: Any, own: _configuration.Own) -> Any:
-    """Give a model that was loaded as a stock one the activation that ``_configuration.as_stock`` took from its file.
-
-    A layer whose activation is that of another key, as in a vision tower, keeps the ReLU which that key names.
-    """
-    config = model.config
-    if any(isinstance(module, Float8MLP) for module in model.modules()):
-        # they have the stock activation, and cannot change it
-        raise NotImplementedError(
-            f"load: layers in e4m3 must have ReLU or its square, got {own.activation.name}: load files in 16 bits, and "
-            "quantise the model"
-        )
-    # a causal class may take the text part of a configuration alone
-    keys = [key if _has(config, key) else key._replace(path=()) for key in own.keys]
-    keys = list(dict.fromkeys(key for key in keys if _has(config, key)))
-    _give(_configuration.layers_of_keys(model, keys).values(), own.activation)
-    _configuration.write_to_model(model, keys, own.activation)
-    return model
-
-
-def _has(config: Any, key: _configuration.Key) -> bool:
-    """Whether a configuration has a key."""
-    try:
-        return hasattr(key.part(config), key.name)
-    except AttributeError:
-        return False
-
-
-def with_activation(model: Any, activation: Activation) -> Any:
-    """Give the twell layers of ``model`` another activation of the family; its configuration stays."""
-    _give(_sparsify.layers(model).values(), activation)
-    return model
-
-
-def _give(layers: Iterable[Any], activation: Activation) -> None:
-    """Give layers another activation of the family."""
-    for layer in layers:
-        layer.threshold = 0
-        layer.activation = activation.name
-        layer.threshold = activation.threshold
-
-
-def name_activation(model: Any, key: str | None = None) -> None:
-    """Write the activation of the twell layers of ``model`` to its configuration, with FATReLU's threshold.
-
-    For layers whose activation was set by hand after ``sparsify``: call it before ``save_pretrained``.
-    ``twell.recipe.TargetThreshold.settle`` does so itself. A threshold that moves is written as it is now, which waits
-    for the device, until the next step moves it. ``key`` is that of ``sparsify``. ``load`` reads the files of causal
-    models.
-
-    Raises TypeError unless ``model`` is a ``PreTrainedModel`` and ``key`` a string, and ValueError if layers differ in
-    it, if there are none or if the configuration has no keys for them alone.
-    """
-    if not isinstance(model := _within_peft(model), PreTrainedModel):
-        raise TypeError(f"name_activation: model must be a transformers.PreTrainedModel, got {type(model).__name__}")
-    found = {Activation(layer.activation, float(layer.threshold)) for layer in _sparsify.layers(model).values()}
-    if len(found) != 1:
-        got = " and ".join(sorted(f"{each.name} {each.threshold:g}" for each in found)) or "no layers of twell"
-        raise ValueError(
-            "name_activation: all layers must have one activation and threshold, since the configuration has one for "
-            f"all, got {got}"
-        )
-    try:
-        keys = _configuration.of_layers(model, key, _NAMED)
-        if key is None:
-            read = {each.read(model.config) for each in keys}
-            kinds = {type(ACT2FN["relu" if name in _configuration.OWN else name]) for name in read if name in _NAMED}
-            _configuration.require_alone(model, keys, kinds, _configuration.is_in_layers(model))
-        _configuration.write_to_model(model, keys, found.pop())
-    except ValueError as error:
-        raise ValueError(f"name_activation: {error}") from error
-
-
-def _find(model: Any, changed: list[_sparsify.Candidate], key: str | None) -> list[_configuration.Key]:
-    """The keys of an activation that ``sparsify`` changes, before it does. Raises ValueError as ``sparsify``."""
-    new = changed[0].activation.name
-    # of a pair its activation alone; that of GELU has a function in it
-    mine = (f"{each.name}.{each.attribute if each.kind == 'pair' else ''}".strip(".") for each in changed)
-    inside = tuple(f"{name}." for name in mine)
-    old = [operator.attrgetter(each.attribute)(each.module) for each in changed if each.attribute is not None]
-    kinds = {type(act) if isinstance(act, nn.Module) else act for act in old}
-    # some are made with arguments
-    named = {name for name, kind in ACT2CLS.items() if (kind[0] if isinstance(kind, tuple) else kind) in kinds}
-    try:
-        keys = _configuration.find(model, [each.name for each in changed], key, named or _NAMED)
-        if key is None:
-            _configuration.require_alone(model, keys, kinds, lambda name: f"{name}.".startswith(inside))
-    except ValueError as error:
-        raise ValueError(
-            f'sparsify: activation="{new}" cannot be named in the configuration: {error}. twell.sparsify_ leaves the '
-            "configuration alone, and save_pretrained then writes the old activation"
-        ) from error
-    return keys
+def give(layer: Any, activation: Activation) -> None:
+    """Give a layer another activation of the family."""
+    layer.threshold = 0
+    layer.activation = activation.name
+    layer.threshold = activation.threshold
 
 
 def _reader_of(model_type: str, stock: Any) -> Any:

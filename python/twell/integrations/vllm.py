@@ -28,7 +28,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from twell import _configuration
+from twell import _configuration, _record
 from twell._runtime import env, log
 from twell.integrations import layouts
 
@@ -109,6 +109,7 @@ def _instead(method: Callable[..., Any], architectures: str | Sequence[str], mod
 
 
 def _is_served(config: Any) -> bool:
+    _record.require_named(vars(config))
     return layouts.activation(config.get_text_config().to_dict()) in ACTIVATIONS
 
 

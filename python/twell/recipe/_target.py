@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from twell import _modes
 from twell._arguments import require_choice, require_integer, require_positive
 from twell._compaction import MLP
-from twell._configuration import follow
 from twell._runtime.log import logger
 from twell.recipe import _inputs
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
@@ -317,10 +316,8 @@ class TargetThreshold:
 
     A copy of the model, as an average of its weights has, keeps a threshold of its own, which does not move.
 
-    Until then the configuration of a ``PreTrainedModel`` names "fatrelu" without a threshold, and what
-    ``save_pretrained`` writes is refused by the stock class and by ``load``. For a file that they can read,
-    ``twell.integrations.transformers.name_activation(model)`` before ``save_pretrained`` writes the threshold of that
-    step; the next ``update`` takes it back out of the configuration.
+    ``save_pretrained`` of a ``PreTrainedModel`` writes "fatrelu" and the threshold of that step, here and after
+    ``settle``.
 
     Args:
         model: on its device, not compiled yet.
@@ -358,7 +355,6 @@ class TargetThreshold:
         for layer in self._layers:
             layer.threshold, layer.activation = 0, "fatrelu"
             layer.threshold = self._levels[layer.down_proj.weight.device]
-        self._forget = follow(model)
 
     def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
         """The coefficient times L1 of the gate, as ``TargetSparsity.term``; reading clears the record.
@@ -410,17 +406,14 @@ class TargetThreshold:
     def settle(self) -> float:
         """Give the layers the threshold as a number, which they keep, and return it. Waits for the device.
 
-        A ``PreTrainedModel``, also one in a wrapper, whose configuration names "relu" or "fatrelu", as after
-        ``sparsify``, then names "fatrelu" and the threshold there, so that its ``save_pretrained`` writes them. That of
-        an adapter does not, nor has a ``state_dict`` the threshold: keep it with such files. RuntimeError as ``term``.
+        Neither ``save_pretrained`` of an adapter nor a ``state_dict`` has it: keep it with such files. RuntimeError as
+        ``term``.
         """
         self._require_own("settle", layers(self._model).values())
         threshold = self.read()["threshold"]
         for layer in self._layers:
             layer.threshold = threshold
         self._settled = True
-        follow(self._model)
-        self._forget = []
         return threshold
 
     def state_dict(self) -> dict[str, Any]:
@@ -450,9 +443,6 @@ class TargetThreshold:
 
     def _write(self) -> None:
         """Give the layers the threshold of the state."""
-        # that of another step, which the model may have been saved with
-        for forget in self._forget:
-            forget()
         for level in self._levels.values():
             if self._state is None:
                 level.fill_(self._begin)
