@@ -74,7 +74,7 @@ def require_named(content: Mapping[str, Any]) -> None:
             )
 
 
-class _Layer(NamedTuple):
+class Layer(NamedTuple):
     """A layer in a model: its class, the module that had its activation, its entry's module and names.
 
     activation: None where the model's own code applies it.
@@ -87,7 +87,7 @@ class _Layer(NamedTuple):
     activation: Activation | None
 
 
-def _layer(name: str, layer: Any) -> _Layer | None:
+def layer_of(name: str, layer: Any) -> Layer | None:
     """What a module of a model is, of this name; None unless a layer of twell."""
     names = getattr(layer, "_projections", None) or getattr(layer, "_names", None)
     if not names or not isinstance(layer.__dict__.get("_activation"), str):
@@ -98,28 +98,24 @@ def _layer(name: str, layer: Any) -> _Layer | None:
         names, module = block.names, name.removesuffix(block.names[-1]).removesuffix(".")
         act = f"{module}.{block.between[0] if block.between else ''}".strip(".")
     activation = None if getattr(layer, "_given", False) else Activation(layer._activation, float(layer._threshold))
-    return _Layer(kind, act, module, tuple(names), activation)
+    return Layer(kind, act, module, tuple(names), activation)
 
 
-def _layers(model: nn.Module) -> list[_Layer]:
-    return [layer for name, module in model.named_modules() if (layer := _layer(name, module)) is not None]
+def _layers(model: nn.Module) -> list[Layer]:
+    return [layer for name, module in model.named_modules() if (layer := layer_of(name, module)) is not None]
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, str]]:
     """The modules of entries, and their classes, of all layers of ``model``."""
     yield from ((each.module, each.kind) for each in _layers(model))
-    yield from ((name, EXPERTS) for name, module in model.named_modules() if "_twell" in vars(module))
+    for name, module in model.named_modules():
+        if "_twell" in vars(module) and getattr(module.config, "_experts_implementation", None) == "twell":
+            yield name, EXPERTS
 
 
 def activations(model: nn.Module) -> dict[str, Activation]:
     """The activations of the layers of ``model`` by the modules that had them."""
     return {each.act: each.activation for each in _layers(model) if each.activation is not None}
-
-
-def is_of(module: str, name: str, layer: nn.Module) -> bool:
-    """Whether a module of the stock model had the activation of ``layer``, of this name, or was within it."""
-    found = _layer(name, layer)
-    return found is not None and _configuration.is_within(module, found.act)
 
 
 def _entries(model: nn.Module, left: Mapping[str, str]) -> list[dict[str, Any]]:

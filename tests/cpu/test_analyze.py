@@ -422,7 +422,6 @@ def test_activations_without_a_stock_class_are_read(words: Path, tmp_path: Path,
     model = integration.sparsify(saved_models.build())
     for layer in _sparsify.layers(model).values():
         layer.activation, layer.threshold = "fatrelu", 0.03125
-    integration.name_activation(model)
     folder = tmp_path / "fatrelu"
     model.save_pretrained(folder)
     saved_models.save_tokenizer(folder)
@@ -431,7 +430,7 @@ def test_activations_without_a_stock_class_are_read(words: Path, tmp_path: Path,
     assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", "relu") == 0
     assert "relu in place of FATReLU" in capsys.readouterr().out
     config = folder / "config.json"
-    config.write_text(config.read_text().replace("hidden_act_param", "other"))
+    config.write_text(config.read_text().replace("hidden_act_param", "other").replace("twell", "others"))
     with pytest.raises(RequestError, match=r"MODEL: expected a model that can be read .* must have its threshold"):
         run(analyze, folder, "--text", words, "--tokens", 300)
 

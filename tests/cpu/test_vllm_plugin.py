@@ -137,18 +137,21 @@ def test_activations_that_no_stock_class_has_stay(architecture: str) -> None:
     config = transformers.LlamaConfig(hidden_act="relu2", architectures=[architecture])
     assert plugin.correct(config) == ""
     # it has this one
-    assert _configuration.as_stock(config) is None
+    assert not _configuration.as_stock(config)
     config = transformers.LlamaConfig(hidden_act="fatrelu", hidden_act_param=0.5, architectures=[architecture])
     assert plugin.correct(config) == ""
     found = _configuration.as_stock(config)
-    assert found is not None
-    assert (found.activation, config.hidden_act) == (Activation("fatrelu", 0.5), "relu")
-    _configuration.write(config, found.keys, found.activation)
+    assert (list(found.values()), config.hidden_act) == ([Activation("fatrelu", 0.5)], "relu")
+    for key, activation in found.items():
+        key.write(config, activation)
     assert (config.hidden_act, config.hidden_act_param) == ("fatrelu", 0.5)
 
 
 def test_other_models_are_left_alone(registry: Registry) -> None:
     plugin.register()
+    entry = {"class": "SparseGatedMLP", "modules": ["model.layers.0.mlp"], "activation": "relu"}
+    with pytest.raises(ValueError, match=r"the activation of all layers, got model\.layers\.0\.mlp with relu"):
+        asked(registry, transformers.LlamaConfig(hidden_act="silu", twell=[entry]), ["LlamaForCausalLM"])
     opt = transformers.OPTConfig(activation_function="relu")
     assert asked(registry, opt, ["OPTForCausalLM"]) == ["OPTForCausalLM"]
 

@@ -170,7 +170,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     ),
     "transformers.sparsify": (of_transformers("sparsify"), None),
     "transformers.load": (of_transformers("load"), None),
-    "transformers.name_activation": (of_transformers("name_activation"), None),
     "SparsityCallback": (of_transformers("SparsityCallback"), dict),
     "recipe.layers": (recipe.layers, lambda: {"model": layer()}),
     "recipe.record_aux": (recipe.record_aux, lambda: {"model": layer()}),

@@ -7,7 +7,7 @@ neither the size nor the device of the model matters, and the model itself is ne
 
 from twell._sparsify.candidates import Candidate
 from twell._sparsify.modules import DeferredUp, FusedGatedMLP, NamedGatedMLP, NamedMLP, SparseDown
-from twell._sparsify.replace import Filter, Names, Plan, apply, block_of, layers, plan, sparsify_
+from twell._sparsify.replace import Filter, Names, Plan, apply, layers, plan, sparsify_
 
 __all__ = [
     "Candidate",
@@ -20,7 +20,6 @@ __all__ = [
     "Plan",
     "SparseDown",
     "apply",
-    "block_of",
     "layers",
     "plan",
     "sparsify_",

@@ -176,14 +176,6 @@ def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
         return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
 
 
-def block_of(name: str, layer: nn.Module) -> str:
-    """The name of the module around the activation that a twell layer took over: itself, or the block of a pair."""
-    if not isinstance(layer, SparseDown):
-        return name
-    up: Any = layer.up_proj
-    return name.removesuffix(up._block.names[1]).removesuffix(".")
-
-
 def plan(
     model: nn.Module,
     filter_fn: Filter | None,

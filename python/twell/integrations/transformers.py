@@ -249,9 +249,8 @@ class Opened(NamedTuple):
                 sparsify(self.model, **more)
         made = [module for module, _ in _record.layers(self.model)]
         for entry in entries:
-            if lost := [
-                each for each in entry.modules if not any(entry._replace(modules=(each,)).has(m) for m in made)
-            ]:
+            lost = [each for each in entry.modules if not any(map(entry._replace(modules=(each,)).has, made))]
+            if lost:
                 raise ValueError(
                     f"load: a model must have the layers of its record, got none that is {lost[0]}: take the key "
                     f'"{_configuration.RECORD_KEY}" out of the configuration to load the model without it'
@@ -272,10 +271,14 @@ class Opened(NamedTuple):
         alone = len(_configuration.keys_naming(model.config, _configuration.FAMILY)) == len(own) == 1
         made = {} if alone or not own else _configuration.made_by(model)
         for name, layer in layers.items():
-            entry = self._entry(_sparsify.block_of(name, layer))
+            found = _record.layer_of(name, layer)
+            entry = None if found is None else self._entry(found.module)
             new = entry.activation if entry else None
-            if new is None and own:
-                keys = [key for key, names in made.items() if any(_record.is_of(each, name, layer) for each in names)]
+            if new is None and own and found is not None and found.activation is not None:
+                act = found.act
+                keys = [
+                    key for key, names in made.items() if any(_configuration.is_within(each, act) for each in names)
+                ]
                 new = next((own[key] for key in keys if key in own), None if keys else next(iter(own.values())))
             if new is not None:
                 give(layer, new)
@@ -447,6 +450,8 @@ for _reader in _READERS.values():
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
+        if name == "name_activation":
+            raise ImportError(f"{name} is gone: save_pretrained writes the activation that the layers have")
         removed = re.fullmatch(r"Sparse(Llama|Qwen2)(Config|Model|For\w+)", name)
         if removed is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
