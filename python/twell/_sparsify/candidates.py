@@ -1,10 +1,10 @@
 """Which modules of a model ``sparsify_`` can replace, and what they compute."""
 
-import functools
+import inspect
 import itertools
-import math
+import operator
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,19 +17,16 @@ from twell._float8_mlp import Float8MLP
 from twell._plain import HOOKS, of_torch, only_moves
 from twell._runtime import geometry, specs
 from twell._sparsify.equivalence import (
+    MODES,
+    NOTHING,
     CannotCopyError,
     Copies,
+    Difference,
     Form,
-    Formula,
-    Function,
-    casts,
+    Put,
     difference,
-    difference_of_pair,
-    drops_hidden,
+    family,
     family_of,
-    formula_of,
-    identity,
-    is_relu_but_at_zero,
 )
 from twell._sparsify.kept import kept, with_plain
 from twell._sparsify.known import WITHOUT_METHODS, Known
@@ -37,15 +34,6 @@ from twell._sparsify.modules import GATED, PLAIN, PairDown, SharedLinear, below
 from twell._sparsify.quantised import Stored, stored
 from twell.float8 import BLOCK
 from twell.nn import SparseFFN
-
-# Activations to try if a module has its activation in the code of its forward, not in an attribute.
-_OTHERS: dict[str, Function] = {
-    "SiLU": F.silu,
-    "GELU": F.gelu,
-    "GELU (tanh)": lambda x: F.gelu(x, approximate="tanh"),
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
 
 _HOOKS = (
     *HOOKS,
@@ -108,7 +96,8 @@ class Candidate(NamedTuple):
     @property
     def dropped(self) -> str:
         """The dropouts of the hidden state of a layer that drop values in training, with their shares."""
-        return _dropping(self.module, self.dropouts)
+        shares = {name: self.module.get_submodule(name).p for name in self.dropouts}
+        return "; ".join(f"{name}, p = {p}" for name, p in shares.items() if p)
 
     @property
     def shape(self) -> tuple[bool, int, int]:
@@ -125,11 +114,15 @@ class Candidate(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What all modules of a model are examined with; ``examined`` has what was found in earlier ones."""
+    """What all modules of a model are examined with.
+
+    put: what puts a candidate's layer in its place. examined: what was found in earlier modules.
+    """
 
     model: nn.Module
     strategy: str
-    examined: dict[Any, tuple[Activation | None, str, Form, bool, tuple[str, ...]]]
+    put: Callable[[Candidate, dict[str, Any]], object]
+    examined: dict[Any, tuple[Candidate, Activation | None]]
 
 
 def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -227,38 +220,21 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
             )
         return candidate._replace(module=module, plain=plain), of
     form = Form(known.names, "gate first" if _is_fused([below(module, each) for each in known.names]) else "")
-    weights = {child: _plain_weight(f"{where}: {child}", module.get_submodule(child)) for child in form.children}
-    _require_sizes(where, weights, form, context.strategy)
-    for child, weight in weights.items():
-        bias = module.get_submodule(child).bias
-        if isinstance(bias, Tensor) and bias.dtype != weight.dtype:
-            expected = f"{where}: {child}.bias must be {weight.dtype} as its weight"
-            raise TypeError(f"{expected}, got {bias.dtype}; {LEAVE_OUT}")
-    _require_forward(where, module)
+    _require_plain(where, module, form, context.strategy)
     if known.hidden:
-        _require_unhooked(where, {child: module.get_submodule(child) for child in form.children})
         return Candidate(name, module, form, "hidden", None, RELU, None), RELU
-    if known.attribute:
-        if all(type(module.get_submodule(child)).forward is nn.Linear.forward for child in form.children):
-            return _examine_known_pair(where, name, module, form, known)
-        return _examine_block(where, name, module, form, "its projections have a forward of their own", context)
-    others = {key: m for key, m in module._modules.items() if m is not None and key not in form.children}
-    others = {key: m for key, m in others.items() if type(m) not in (nn.Identity, nn.Dropout)}
-    more = [*module._parameters, *module._buffers, *(key for key, m in others.items() if _has_state(m))]
-    reason = ""
-    if more or len(others) > 1 or any("." in child for child in form.children):
-        got = [*module._parameters, *module._buffers, *(f"{key} ({type(m).__name__})" for key, m in others.items())]
-        reason = f"it must have {', '.join(form.children)} and an activation alone, got beside them {', '.join(got)}"
+    linears = [module.get_submodule(child) for child in form.children]
+    if known.attribute and all(type(linear).forward is nn.Linear.forward for linear in linears):
+        return _known_pair(where, name, module, form, known, context)
+    likeness = _likeness(module)
+    if likeness not in context.examined:
+        context.examined[likeness] = _prove(where, module, form, known, context)
+    candidate, of = context.examined[likeness]
+    if candidate.kind == "layer":
+        _require_unhooked(where, dict(module.named_modules()))
     else:
-        try:
-            return _examine_layer(where, name, module, form, list(others), known.steps, context)
-        except _AnotherFunctionError as error:
-            reason = str(error)
-    if not form.gated and type(module) is not nn.Sequential:
-        return _examine_block(where, name, module, form, reason, context)
-    if type(module) is nn.Sequential:
-        reason += "; other code may call the parts of an nn.Sequential, so put these three into one of their own"
-    raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
+        _require_unhooked(where, {str(candidate.attribute): operator.attrgetter(str(candidate.attribute))(module)})
+    return candidate._replace(name=name, module=module), of
 
 
 def _stored(where: str, module: nn.Module, names: tuple[str, ...], context: Context) -> dict[str, Stored | None]:
@@ -285,68 +261,148 @@ def _require_one_device(where: str, children: Mapping[str, Any]) -> None:
         raise ValueError(f"{where} must have its weights on one device, got {' and '.join(devices)}; {LEAVE_OUT}")
 
 
-class _AnotherFunctionError(ValueError):
-    """A module is no layer as a whole."""
-
-
-def _examine_layer(
-    where: str,
-    name: str,
-    module: nn.Module,
-    form: Form,
-    others: list[str],
-    steps: tuple[str, ...],
-    context: Context,
+def _known_pair(
+    where: str, name: str, module: nn.Module, form: Form, known: Known, context: Context
 ) -> tuple[Candidate, Activation | None]:
-    """As ``examine``, for a module that may be a layer as a whole; _AnotherFunctionError if it is not."""
-    functions = [key for key, value in vars(module).items() if not key.startswith("_") and callable(value)]
-    callables = [*others, *(key for key in functions if key != "forward")]
-    attribute = callables[0] if len(callables) == 1 else None
-    _require_unhooked(where, dict(module.named_modules()))
-    own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
-    if lost := sorted(_INHERITED & own_names - vars(object).keys()):
-        raise ValueError(f"{where} has a {lost[0]} of its own, which would be lost; {LEAVE_OUT}")
-    likeness = _likeness(module)
-    if likeness not in context.examined:
-        copies = _copies(where, module, form, context.model)
-        dropouts = _dropouts_of_hidden(module, copies)
-        dtype: Any = module.get_submodule(form.down).weight.dtype
-        if not steps:
-            found = _activation(where, module, form, attribute, context.model)
-        elif reason := difference(copies, form, Formula(identity), None, None, dtype, steps):
-            raise _AnotherFunctionError(f"it must make its gate by {' and '.join(steps)}: {reason}")
-        else:
-            found = RELU, "", form
-        parts = [c for c in form.children if type(module.get_submodule(c)) is not nn.Linear]
-        if (casting := casts(copies)) and parts and not casts(copies, tuple(parts)):
-            raise _AnotherFunctionError("its projections must cast their weights where x has another dtype, not x")
-        context.examined[likeness] = (*found, casting, dropouts)
-    activation, was, form, casting, dropouts = context.examined[likeness]
-    _require_roles(where, form)
-    try:
-        # what it takes to become another class; nn.Module itself has nothing else
-        object.__setattr__(object.__new__(type(module)), "__class__", SparseFFN)
-    except TypeError as error:
-        raise ValueError(f"{where} cannot become a layer in place ({error}): {_OWN_MODULE}; {LEAVE_OUT}") from error
-    kind = None if steps else was
-    return Candidate(name, module, form, "layer", attribute, RELU, kind, dropouts, casting, steps), activation
-
-
-def _dropouts_of_hidden(module: nn.Module, copies: Copies) -> tuple[str, ...]:
-    """The dropout of a layer's hidden state, if it has one; _AnotherFunctionError for one that drops other values."""
-    found = [key for key, m in module._modules.items() if type(m) is nn.Dropout and drops_hidden(copies, key)]
-    others = [key for key, m in module._modules.items() if type(m) is nn.Dropout and key not in found[:1]]
-    if dropping := _dropping(module, others):
-        raise _AnotherFunctionError(
-            f"it may drop values of its hidden state alone, got {dropping}: set p to 0, as most configurations can"
+    """As ``examine``, for a block of a class whose code is known: it is not run."""
+    holder_name, _, key = known.attribute.rpartition(".")
+    holder = module.get_submodule(holder_name)
+    act = getattr(holder, key, None)
+    if not callable(act):
+        raise ValueError(f"{where} must have an activation {known.attribute}, got {act!r}; {LEAVE_OUT}")
+    for part in (child.partition(".")[0] for child in form.children if "." in child):
+        owner: Any = module._modules[part]
+        # the table knows the classes of both children by the block's
+        if type(owner).__module__ not in {base.__module__ for base in type(module).__mro__}:
+            kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
+            raise ValueError(f"{where}: {part} must be of the model's own classes, got {kind}; {LEAVE_OUT}")
+        _require_forward(f"{where}: {part}", owner)
+        _require_unhooked(where, {part: owner})
+    _require_unhooked(where, {known.attribute: act})
+    if isinstance(act, nn.Module) and (state := [*dict(act.named_parameters()), *dict(act.named_buffers())]):
+        raise ValueError(
+            f"{where}: {known.attribute} must be an activation without state, got {type(act).__name__} with "
+            f"{', '.join(state)}; {LEAVE_OUT}"
         )
-    return tuple(found[:1])
+    candidate = Candidate(name, module, form, "pair", known.attribute, RELU, _kind(act), known.dropouts)
+    dtype: Any = module.get_submodule(form.down).weight.dtype
+    likeness = _likeness(act) if isinstance(act, nn.Module) else act, dtype
+    if likeness not in context.examined:
+        context.examined[likeness] = candidate, family_of(act, dtype)
+    return candidate, context.examined[likeness][1]
 
 
-def _dropping(module: nn.Module, names: Iterable[str]) -> str:
-    """The dropouts among children of a module that drop values, with their shares."""
-    shares = {name: module.get_submodule(name).p for name in names}
-    return "; ".join(f"{name}, p = {p}" for name, p in shares.items() if p)
+def _prove(
+    where: str, module: nn.Module, form: Form, known: Known, context: Context
+) -> tuple[Candidate, Activation | None]:
+    """As ``examine``, by running copies: of the module as a layer, else as a block with a pair in it."""
+    first = Candidate("", module, form, "layer", None, RELU, None, steps=known.steps)
+    try:
+        copies = Copies(module, form, context.model)
+    except CannotCopyError as error:
+        raise ValueError(
+            f"{where} cannot be tried, since no copy of it can be made ({error}): {_OWN_MODULE}; {LEAVE_OUT}"
+        ) from error
+    first = first._replace(casts=copies.casts())
+    reason = _beyond_a_layer(module, form)
+    if not reason:
+        attributes = _callables(module, form)
+        layer = first._replace(attribute=attributes[0] if len(attributes) == 1 else None)
+        forms = (form, form._replace(fused="up first")) if form.fused else (form,)
+        found = _run([layer._replace(form=each) for each in forms], copies, context)
+        if not isinstance(found, str):
+            _require_roles(where, found[0].form)
+            return found
+        reason = f"it must compute {_formula(form)} with an elementwise activation and nothing else: {found}"
+        reason += _another_order(module, layer, context)
+    if form.gated or type(module) is nn.Sequential:
+        if type(module) is nn.Sequential:
+            reason += "; other code may call the parts of an nn.Sequential, so put these three into one of their own"
+        raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
+    pairs = [first._replace(kind="pair", attribute=key) for key in _callables(module, form, blocks=True)]
+    found = _run(pairs, copies, context) if pairs else "its activation must be an attribute, such as an nn.ReLU"
+    if isinstance(found, str):
+        raise ValueError(f"{where} cannot be run sparse: {reason}; as a block: {found}: {_OWN_MODULE}; {LEAVE_OUT}")
+    return found
+
+
+def _beyond_a_layer(module: nn.Module, form: Form) -> str:
+    """What of a module no layer would have; "" if there is nothing."""
+    others = {key: m for key, m in module._modules.items() if m is not None and key not in form.children}
+    others = {key: m for key, m in others.items() if type(m) not in (nn.Identity, nn.Dropout)}
+    state = [*module._parameters, *module._buffers, *(key for key, m in others.items() if _has_state(m))]
+    if state or any("." in child for child in form.children):
+        got = [*module._parameters, *module._buffers, *(f"{key} ({type(m).__name__})" for key, m in others.items())]
+        return f"it must have {', '.join(form.children)} and an activation alone, got beside them {', '.join(got)}"
+    if beside := list(inspect.signature(type(module).forward).parameters)[2:]:
+        return f"its forward takes {', '.join(beside)} besides x"
+    own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
+    lost = sorted(_INHERITED & own_names - vars(object).keys())
+    return f"it has a {lost[0]} of its own, which would be lost" if lost else ""
+
+
+def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Candidate, Activation | None] | str:
+    """The candidate among some that computes what its module does, and its activation; else why there is none.
+
+    Each is tried with the activations of the family, then with ReLU in place of what the module has.
+    """
+    module = bases[0].module
+    dtype: Any = module.get_submodule(bases[0].form.down).weight.dtype
+    reasons: list[Difference] = []
+
+    def differs(candidate: Candidate, put: Put = NOTHING, **settings: Any) -> Difference | None:
+        def replace(copied: nn.Module) -> None:
+            context.put(candidate._replace(module=copied), {"strategy": "dense"})
+
+        return difference(copies, replace, dtype, put, **settings)
+
+    shares = {f"{key}.p": m.p for key, m in module._modules.items() if type(m) is nn.Dropout}
+    shares |= {key: p for key, p in vars(module).items() if type(p) is float and ("drop" in key or key == "p")}
+    for own, base in itertools.product((True,) if bases[0].steps else (True, False), bases):
+        act = None if base.attribute is None else operator.attrgetter(base.attribute)(module)
+        put: dict[str | None, Any] = (
+            {} if own else {base.attribute: nn.ReLU() if isinstance(act, nn.Module) else F.relu}
+        )
+        still = {**put, **dict.fromkeys(shares, 0.0)}
+        for kind in family(module, base.form.gated) if own and not base.steps else [RELU]:
+            candidate = base._replace(activation=kind)
+            if why := differs(candidate, still):
+                reasons.append(why)
+                continue
+            for share in shares:
+                # one that drops values of the hidden state, where the layer or the pair does so, too
+                named, half = candidate._replace(dropouts=(share.removesuffix(".p"),)), {**still, share: 0.5}
+                if differs(candidate, half, settings=MODES) and not differs(named, half, settings=MODES):
+                    candidate = candidate._replace(dropouts=(*candidate.dropouts, *named.dropouts))
+            if any(shares.values()) and (why := differs(candidate, put, settings=MODES)):
+                dropping = "; ".join(f"{share} = {p}" for share, p in shares.items() if p)
+                return f"it may drop values of its hidden state alone, got {dropping}: {why.text}"
+            was = NAMES_OF_FAMILY[kind.name] if own else _kind(act) if act else " and ".join(sorted(copies.replaced))
+            return candidate._replace(activation=RELU, was=None if base.steps else was), kind if own else None
+    return max(reasons, key=lambda each: each.after).text
+
+
+def _formula(form: Form) -> str:
+    if form.fused:
+        return f"{form.down}(act(gate) * up), of the halves of {form.children[0]}(x),"
+    return f"{form.down}(act({form.inputs[0]}(x)){f' * {form.inputs[1]}(x)' if form.gated else ''})"
+
+
+def _another_order(module: nn.Module, layer: Candidate, context: Context) -> str:
+    """What is another projection than a form says, if they make a layer in another order; else ""."""
+    form = layer.form
+    for names in itertools.permutations(form.children if not form.fused else ()):
+        tried = Form(names)
+        if names in ((), form.children):
+            continue
+        if isinstance(_run([layer._replace(form=tried)], Copies(module, tried, context.model), context), str):
+            continue
+        given = ", ".join(f'"{name}"' for name in names)
+        remedy = "rename the children" if _misnamed(tried) else f"pass names=({given})"
+        if names[0] == form.children[0]:
+            return f"; its last projection is {names[-1]}, not {form.down}: {remedy}"
+        return f"; its activation is on {names[0]}, not on {form.children[0]}: {remedy}"
+    return ""
 
 
 def _misnamed(form: Form) -> dict[str, str]:
@@ -364,83 +420,21 @@ def _require_roles(where: str, form: Form) -> None:
         )
 
 
-def _examine_known_pair(
-    where: str, name: str, module: nn.Module, form: Form, known: Known
-) -> tuple[Candidate, Activation | None]:
-    """As ``examine``, for a block of a class whose code is known: it is not run."""
-    holder_name, _, key = known.attribute.rpartition(".")
-    holder = module.get_submodule(holder_name)
-    act = getattr(holder, key, None)
-    if not callable(act):
-        raise ValueError(f"{where} must have an activation {known.attribute}, got {act!r}; {LEAVE_OUT}")
-    for part in (child.partition(".")[0] for child in form.children if "." in child):
-        owner: Any = module._modules[part]
-        # the table knows the classes of both children by the block's
-        if type(owner).__module__ not in {base.__module__ for base in type(module).__mro__}:
-            kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
-            raise ValueError(f"{where}: {part} must be of the model's own classes, got {kind}; {LEAVE_OUT}")
-        _require_forward(f"{where}: {part}", owner)
-        _require_unhooked(where, {part: owner})
-    return _pair(where, name, module, form, known.attribute, act, known.dropouts)
-
-
-def _pair(
-    where: str, name: str, module: nn.Module, form: Form, attribute: str, act: Any, dropouts: tuple[str, ...] = ()
-) -> tuple[Candidate, Activation | None]:
-    """A candidate of two layers of a block and the activation between them."""
-    layers = {child: module.get_submodule(child) for child in form.children}
-    _require_unhooked(where, {**layers, attribute: act})
-    _require_stateless(f"{where}: {attribute}", act)
-    down: Any = layers[form.down]
-    of = family_of(act, down.weight.dtype)
-    kind = _kind(act) if of else _kind(act) + _oddity(act)
-    return Candidate(name, module, form, "pair", attribute, RELU, kind, dropouts), of
-
-
-def _examine_block(
-    where: str, name: str, module: nn.Module, form: Form, reason: str, context: Context
-) -> tuple[Candidate, Activation | None]:
-    """As ``examine``, for a block of an unknown class: it must run on x alone and be the same with a pair in it."""
-    reasons: list[str] = []
-    copies = _copies(where, module, form, context.model)
-    shares = {k: 0.0 for k, value in vars(module).items() if type(value) is float and 0 <= value < 1}
-    shares |= {k: 0.0 for k, m in module._modules.items() if type(m) is nn.Dropout}
-    # dropouts that lie between the two; those of nothing may drop something later
-    between = {k: zero for k, zero in shares.items() if drops_hidden(copies, k)}
-    still = {k: zero for k, zero in between.items() if k in vars(module)}
-    holders = {"": module} | {part: module._modules[part] for part in (c.partition(".")[0] for c in form.children)}
-    for holder_name, key in ((n, key) for n, m in holders.items() for key in _callables(m, form)):
-        attribute = f"{holder_name}.{key}".removeprefix(".")
-        act = getattr(holders[holder_name], key)
-        if (isinstance(act, nn.Module) and _has_state(act)) or ("." in attribute and attribute in form.children):
-            continue
-        candidate, of = _pair(where, name, module, form, attribute, act)
-        put: dict[str, Any] = {} if of else {attribute: nn.ReLU() if isinstance(act, nn.Module) else F.relu}
-        dtype: Any = module.get_submodule(form.down).weight.dtype
-        differs = functools.partial(difference_of_pair, copies, attribute, of or RELU, dtype=dtype)
-        # an attribute that is of the family says more than one that need not be an activation
-        reasons.insert(0 if of is not None else len(reasons), why := differs(put=put | still))
-        if not why:
-            return candidate._replace(dropouts=tuple(between), casts=casts(copies, form.children)), of
-    why = reasons[0] if reasons else "its activation must be an attribute, such as an nn.ReLU"
-    raise ValueError(f"{where} cannot be run sparse: {reason}; as a block, {why}: {_OWN_MODULE}; {LEAVE_OUT}")
-
-
-def _callables(module: Any, form: Form) -> list[str]:
-    """The attributes of a module that may be an activation."""
-    parts = {k: m for k, m in module._modules.items() if m is not None and k not in form.children}
-    children = [k for k, m in parts.items() if type(m) is not nn.Identity]
-    functions = [k for k, value in vars(module).items() if not k.startswith("_") and callable(value)]
-    return [k for k in (*children, *functions) if k != "forward" and not isinstance(getattr(module, k), _DropoutNd)]
-
-
-def _copies(where: str, module: nn.Module, form: Form, model: nn.Module) -> Copies:
-    try:
-        return Copies(module, form, model)
-    except CannotCopyError as error:
-        raise ValueError(
-            f"{where} cannot be tried, since no copy of it can be made ({error}): {_OWN_MODULE}; {LEAVE_OUT}"
-        ) from error
+def _callables(module: nn.Module, form: Form, blocks: bool = False) -> list[str]:
+    """The names of attributes that may be an activation; with ``blocks`` those of children with projections, too."""
+    holders: dict[str, Any] = {"": module}
+    if blocks:
+        holders |= {part: module._modules[part] for part in (child.partition(".")[0] for child in form.children)}
+    found = []
+    for name, holder in holders.items():
+        keys = [key for key, m in holder._modules.items() if type(m) not in (nn.Identity, type(None)) and key != name]
+        keys += [key for key, value in vars(holder).items() if key[0] != "_" and key != "forward" and callable(value)]
+        for key in (f"{name}.{key}".removeprefix(".") for key in keys):
+            value = operator.attrgetter(key)(module)
+            odd = isinstance(value, nn.Module) and (_has_state(value) or isinstance(value, _DropoutNd))
+            if not odd and key not in form.children:
+                found.append(key)
+    return found
 
 
 def _likeness(module: nn.Module) -> Any:
@@ -461,7 +455,7 @@ _OF_LINEARS = WITHOUT_METHODS | {"forward", "reset_parameters", "extra_repr"}
 
 def _plain_weight(where: str, linear: Any) -> Tensor:
     """The weight of a projection: an ``nn.Linear``, perhaps of a class that differs in its ``forward`` alone."""
-    if "_hf_hook" in vars(linear) and not only_moves(linear):
+    if "_hf_hook" in vars(linear):
         _require_forward(where, linear)
     kind = type(linear)
     own = [base for base in kind.__mro__ if base not in nn.Linear.__mro__]
@@ -471,16 +465,17 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
             "than peft must be merged first, and quantised layers be in e4m3 as transformers has them, weight-only by "
             f"bitsandbytes or torchao, or be loaded in bfloat16; {LEAVE_OUT}"
         )
-    if odd := [key for key, p in linear._parameters.items() if p is not None and type(p) is not nn.Parameter]:
+    got = {key: type(p) for key, p in linear._parameters.items() if type(p) not in (nn.Parameter, type(None))}
+    if got:
         raise TypeError(
-            f"{where}.{odd[0]} must be a plain nn.Parameter, got {type(linear._parameters[odd[0]]).__name__}: call "
+            f"{where}.{next(iter(got))} must be a plain nn.Parameter, got {next(iter(got.values())).__name__}: call "
             f"sparsify_ before sharding or quantising; {LEAVE_OUT}"
         )
-    if linear._parameters.keys() != {"weight", "bias"} or linear._buffers or linear._modules:
-        got = sorted([*linear._parameters, *linear._buffers, *linear._modules])
-        raise TypeError(f"{where} must have a weight and a bias alone, got {', '.join(got)}; {LEAVE_OUT}")
-    if linear.weight is None:
-        raise TypeError(f"{where} must be an nn.Linear as made, got one without a weight; {LEAVE_OUT}")
+    if linear._parameters.keys() != {"weight", "bias"} or linear._buffers or linear._modules or linear.weight is None:
+        names = sorted(
+            [*(k for k, p in linear._parameters.items() if p is not None), *linear._buffers, *linear._modules]
+        )
+        raise TypeError(f"{where} must have a weight and a bias alone, got {', '.join(names)}; {LEAVE_OUT}")
     _require_forward(where, linear)
     weight: Tensor = linear.weight
     if hasattr(weight, "ds_id") or list(weight.shape) != [linear.out_features, linear.in_features]:
@@ -490,38 +485,43 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
             "replaces F.linear for good, and call sparsify_ before deepspeed.initialize, with ZeRO-1 or 2; "
             f"{LEAVE_OUT}"
         )
+    if linear.bias is not None and linear.bias.dtype != weight.dtype:
+        raise TypeError(f"{where}.bias must be {weight.dtype} as its weight, got {linear.bias.dtype}; {LEAVE_OUT}")
     return weight
 
 
 def _require_forward(where: str, module: nn.Module) -> None:
     """Raise ValueError unless a module runs the methods of its class, perhaps in a hook that moves tensors."""
-    kind = type(module)
-    if patched := [k for k, v in vars(module).items() if callable(v) and callable(getattr(kind, k, None))]:
-        if patched != ["forward"]:
-            raise ValueError(f"{where} has a {patched[0]} set on the instance, as patches do; {LEAVE_OUT}")
-    if "forward" not in vars(module):
-        return
-    if "_hf_hook" in vars(module) and not only_moves(module):
+    kind, moved = type(module), "_hf_hook" in vars(module) and "forward" in vars(module)
+    if moved and not only_moves(module):
         raise ValueError(
             f"{where} has a hook of accelerate that does more than move tensors between devices, as offloading by "
             f"device_map does, which leaves no weights to run on: keep it on a device; {LEAVE_OUT}"
         )
-    own = vars(module).get("_old_forward") if only_moves(module) else None
-    if not (isinstance(own, types.MethodType) and own.__func__ is type(module).forward):
-        raise ValueError(f"{where} has a forward set on the instance, as patches do, which would be lost; {LEAVE_OUT}")
+    patched = {key: v for key, v in vars(module).items() if callable(v) and callable(getattr(kind, key, None))}
+    if moved:
+        patched["forward"] = vars(module).get("_old_forward")
+        if getattr(patched["forward"], "__func__", None) is kind.forward:
+            del patched["forward"]
+    for key in patched:
+        raise ValueError(f"{where} has a {key} set on the instance, as patches do, which would be lost; {LEAVE_OUT}")
 
 
-def _require_sizes(where: str, weights: dict[str, Tensor], form: Form, strategy: str) -> None:
-    n, k = next(iter(weights.values())).shape
-    if form.fused:
-        n //= 2
+def _require_plain(where: str, module: nn.Module, form: Form, strategy: str) -> None:
+    """Raise TypeError or ValueError unless the projections and their sizes are those that layers take."""
+    children: dict[str, Any] = {child: module.get_submodule(child) for child in form.children}
+    weights = [_plain_weight(f"{where}: {child}", linear) for child, linear in children.items()]
+    _require_unhooked(where, children)
+    _require_forward(where, module)
+    n, k = weights[0].shape
+    n //= 2 if form.fused else 1
     for what in ("dtype", "device"):
-        if len(found := {str(getattr(weight, what)) for weight in weights.values()}) > 1:
+        if len(found := {str(getattr(weight, what)) for weight in weights}) > 1:
             raise ValueError(
                 f"{where} must have its weights on one {what}, got {' and '.join(sorted(found))}; {LEAVE_OUT}"
             )
-    if not next(iter(weights.values())).is_floating_point():
-        raise TypeError(f"{where} must have floating weights, got {next(iter(weights.values())).dtype}; {LEAVE_OUT}")
+    if not weights[0].is_floating_point():
+        raise TypeError(f"{where} must have floating weights, got {weights[0].dtype}; {LEAVE_OUT}")
     for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, geometry.MAX_NEURONS)):
         if strategy != "dense" and (size == 0 or size % 8 or size > limit):
             raise ValueError(
@@ -539,14 +539,6 @@ def _require_unhooked(where: str, modules: dict[str, Any]) -> None:
             )
 
 
-def _require_stateless(where: str, module: Any) -> None:
-    if isinstance(module, nn.Module) and (state := [*dict(module.named_parameters()), *dict(module.named_buffers())]):
-        raise ValueError(
-            f"{where} must be an activation without state, got {type(module).__name__} with {', '.join(state)}; "
-            f"{LEAVE_OUT}"
-        )
-
-
 def _has_state(module: nn.Module) -> bool:
     return any(True for _ in (*module.parameters(), *module.buffers()))
 
@@ -554,95 +546,3 @@ def _has_state(module: nn.Module) -> bool:
 def _kind(act: object) -> str:
     # transformers' classes end so
     return str(getattr(act, "__name__", type(act).__name__)).removesuffix("Activation") or "Activation"
-
-
-def _oddity(act: Any) -> str:
-    """What keeps an activation out of the family that is nearly in it; else ""."""
-    if isinstance(act, nn.Threshold) and act.threshold < 0:
-        return " with a negative threshold"
-    return ", which is ReLU except for its gradient at 0" if is_relu_but_at_zero(act) else ""
-
-
-def _activation(
-    where: str, module: nn.Module, form: Form, attribute: str | None, model: nn.Module
-) -> tuple[Activation | None, str, Form]:
-    """The activation of ``module`` if it is of the family, its name, and the form with the place of a fused gate.
-
-    Raises _AnotherFunctionError if it computes none of the formulas.
-    """
-    act = None if attribute is None else getattr(module, attribute)
-    first: Any = module.get_submodule(form.children[0])
-    dtype = first.weight.dtype
-    own = None if act is None else family_of(act, dtype)
-    forms = [form, form._replace(fused="up first")] if form.fused else [form]
-    copies = _copies(where, module, form, model)
-    # whether the activation is known to be that of the formula, so that its operators may run
-    named = attribute if own is not None else None
-    differs = functools.partial(difference, copies, dtype=dtype)
-    kinds = _to_try(module, own, attribute, form)
-    reasons = []
-    for kind, each in itertools.product(kinds, forms):
-        reasons.append(differs(each, formula_of(kind), named, None))
-        if not reasons[-1]:
-            return kind, NAMES_OF_FAMILY[kind.name], each
-    # the nearest kind may be another than the first
-    reason = next((each for each in reasons if each.startswith("it runs ")), reasons[0])
-    if attribute is not None and act is not None and own is None:
-        puts = (nn.Identity(), nn.ReLU()) if isinstance(act, nn.Module) else (identity, F.relu)
-        for each in forms:
-            # it is the activation if the module is linear without it, and the formula with ReLU in its place
-            other = differs(each, Formula(identity), attribute, puts[0])
-            reason = differs(each, formula_of(RELU), attribute, puts[1])
-            if not reason and not other:
-                return None, _kind(act) + _oddity(act), each
-            if not reason:
-                reason = f"{attribute} is not the activation, and {_kind(act)} would be lost"
-    elif attribute is None:
-        for (known, function), each in itertools.product(_OTHERS.items(), forms):
-            if not differs(each, Formula(function), None, None):
-                return None, known, each
-    if attribute is None and reason.startswith("it runs "):
-        written = "F.relu(gate), its square or F.threshold(gate, self.threshold, 0.0)"
-        reason += f"; in the code of forward the activation must be {written}"
-    reason = _another_order(where, module, form, named, kinds, model) or reason
-    *inputs, down = form.children
-    formula = f"act({inputs[0]}(x)){f' * {inputs[1]}(x)' if len(inputs) > 1 else ''}"
-    if form.fused:
-        formula = f"act(gate) * up, the halves of {inputs[0]}(x)"
-    raise _AnotherFunctionError(
-        f"it must compute {down}({formula}) with an elementwise activation and nothing else, got another function "
-        f"of x: {reason}"
-    )
-
-
-def _another_order(
-    where: str, module: nn.Module, form: Form, named: str | None, kinds: list[Activation], model: nn.Module
-) -> str:
-    """What is another projection than ``form`` says, if they make a layer in another order; else ""."""
-    down: Any = module.get_submodule(form.down)
-    orders = () if form.fused else itertools.permutations(form.children)
-    for names in (names for names in orders if names != form.children):
-        tried, copies = Form(names), _copies(where, module, Form(names), model)
-        if all(difference(copies, tried, formula_of(kind), named, None, down.weight.dtype) for kind in kinds):
-            continue
-        given = ", ".join(f'"{name}"' for name in names)
-        remedy = "rename the children" if _misnamed(tried) else f"pass names=({given})"
-        if names[0] == form.children[0]:
-            return f"its last projection is {names[-1]}, not {form.down}: {remedy}"
-        return f"its activation is on {names[0]}, not on {form.children[0]}: {remedy}"
-    return ""
-
-
-def _to_try(module: nn.Module, own: Activation | None, attribute: str | None, form: Form) -> list[Activation]:
-    """The activations that a module may have whose attribute is ``own``; the first is ReLU where nothing is known."""
-    if own is not None and own.name != "relu":
-        return [own]
-    tries = [RELU]
-    if own is None and attribute is None:
-        tries.append(Activation("relu2"))
-        # a threshold in the code can only be an attribute that may be read
-        levels = {value for value in vars(module).values() if type(value) is float and 0 < value < math.inf}
-        tries += [Activation("fatrelu", level) for level in sorted(levels)]
-    if form.gated and (own is not None or attribute is None):
-        tries.append(Activation("drelu"))
-    return tries

@@ -202,7 +202,7 @@ def plan(
         )
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"sparsify_: filter_fn must be a function of a module and its name, got {filter_fn!r}")
-    told, context = _told(names), Context(model, strategy, {})
+    told, context = _told(names), Context(model, strategy, put, {})
     candidates: list[Candidate] = []
     left: list[str] = []
     unlike: list[Candidate] = []
@@ -322,26 +322,7 @@ def _with_activation(candidate: Candidate, of: Activation | None, wanted: str | 
 def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy) -> None:
     """Replace the candidates of ``planned``."""
     for candidate in planned.candidates:
-        module, options = candidate.module, {"compression": compression, "strategy": strategy}
-        options |= candidate.activation.options()
-        if candidate.stored and not candidate.dequantised:
-            made = quantised.layer(candidate.stored, candidate.kind == "pair", options)  # type: ignore[arg-type]
-            if candidate.kind == "pair":
-                put_pair(module, candidate.form.children, str(candidate.attribute), candidate.dropouts, made)
-            else:
-                made.dropped = candidate.dropped
-                turn(module, made)
-            continue
-        for name, projection in candidate.stored.items():
-            if projection is not None:
-                module.set_submodule(name, projection.plain())
-        if candidate.kind == "pair":
-            names = candidate.form.children
-            pair_up(module, names, str(candidate.attribute), candidate.dropouts, options, candidate.casts)
-        elif candidate.kind == "hidden":
-            give(module, candidate.form.children, options)
-        else:
-            turn(module, _replacement(candidate, options))
+        put(candidate, {"compression": compression, "strategy": strategy})
     for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoder) and any(
             isinstance(getattr(layer, "linear2", None), SparseDown) for layer in parent.layers
@@ -373,6 +354,29 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         new = NAMES_OF_FAMILY[changed[0].activation.name]
         were = " and ".join(sorted({str(candidate.was) for candidate in changed}))
         logger.info("%s replaces %s; layers that need training before use: %d", new, were, len(changed))
+
+
+def put(candidate: Candidate, options: dict[str, Any]) -> None:
+    """Put the layer of a candidate in its place, of these settings."""
+    module, options = candidate.module, options | candidate.activation.options()
+    names, attribute, dropouts = candidate.form.children, str(candidate.attribute), candidate.dropouts
+    if candidate.stored and not candidate.dequantised:
+        made = quantised.layer(candidate.stored, candidate.kind == "pair", options)  # type: ignore[arg-type]
+        if candidate.kind == "pair":
+            put_pair(module, names, attribute, dropouts, made)
+        else:
+            made.dropped = candidate.dropped
+            turn(module, made)
+        return
+    for name, projection in candidate.stored.items():
+        if projection is not None:
+            module.set_submodule(name, projection.plain())
+    if candidate.kind == "pair":
+        pair_up(module, names, attribute, dropouts, options, candidate.casts)
+    elif candidate.kind == "hidden":
+        give(module, names, options)
+    else:
+        turn(module, _replacement(candidate, options))
 
 
 def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:

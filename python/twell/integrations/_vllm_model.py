@@ -26,6 +26,7 @@ from twell import __version__, _configuration, _modes
 from twell._activation import RELU, Activation
 from twell._sparsify import candidates
 from twell._sparsify.known import known
+from twell._sparsify.replace import put
 from twell.choose.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
 from twell.float8 import E4M3
 from twell.integrations import _vllm_experts, _vllm_float8, _vllm_kernels, layouts, vllm
@@ -148,7 +149,7 @@ def _of_transformers(model: nn.Module) -> dict[str, FFN | str]:
     """
     found: dict[str, FFN | str] = {}
     # sizes are those of a rank, see ``why_not``
-    context = candidates.Context(model, "dense", {})
+    context = candidates.Context(model, "dense", put, {})
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             # a server drops nothing
