@@ -455,6 +455,7 @@ def test_sparsify_takes_adapted_modules(form: Any, targets: list[str], runs: lis
     model = copy.deepcopy(stock)
     children = {name: getattr(layer_of(model), name) for name in targets}
     mlp = layer_of(take(model, strategy="union"))
+    runs.clear()
     assert isinstance(mlp, (SparseGatedMLP, SparseMLP))
     assert all(getattr(mlp, name) is child for name, child in children.items())
     assert model.state_dict().keys() == stock.state_dict().keys()

@@ -236,11 +236,25 @@ FAULTS = (
         "tests/cpu/test_sparsify.py -k same_function",
     ),
     Fault(
-        "sparsify: refused model has another class",
+        "sparsify: gradients are not compared",
+        "python/twell/_sparsify/equivalence.py",
+        "    if setting.grad and roots:",
+        "    if False:",
+        "tests/cpu/test_sparsify_refusals.py -k refused",
+    ),
+    Fault(
+        "sparsify: large values are not tried",
+        "python/twell/_sparsify/equivalence.py",
+        "    Setting(_F32, True, scale=1e5),\n",
+        "",
+        "tests/cpu/test_sparsify_refusals.py -k refused",
+    ),
+    Fault(
+        "sparsify: a dropout of the hidden state is lost",
         "python/twell/_sparsify/candidates.py",
-        'object.__setattr__(object.__new__(type(module)), "__class__", SparseFFN)',
-        'object.__setattr__(module, "__class__", SparseFFN)',
-        'tests/cpu/test_sparsify.py tests/cpu/test_sparsify_promises.py -k "all_or_nothing or changes_nothing"',
+        "if differs(candidate, half, settings=MODES) and not differs(named, half, settings=MODES):",
+        "if False:",
+        "tests/cpu/test_sparsify_pairs.py -k hidden_values",
     ),
     # ---- recipe ----
     Fault(

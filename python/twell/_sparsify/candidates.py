@@ -322,7 +322,8 @@ def _prove(
     pairs = [first._replace(kind="pair", attribute=key) for key in _callables(module, form, blocks=True)]
     found = _run(pairs, copies, context) if pairs else "its activation must be an attribute, such as an nn.ReLU"
     if isinstance(found, str):
-        raise ValueError(f"{where} cannot be run sparse: {reason}; as a block: {found}: {_OWN_MODULE}; {LEAVE_OUT}")
+        alone = f"as a block, it must use what {form.children[0]} returns for {form.down} alone"
+        raise ValueError(f"{where} cannot be run sparse: {reason}; {alone}: {found}: {_OWN_MODULE}; {LEAVE_OUT}")
     return found
 
 
@@ -360,11 +361,16 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
     shares |= {key: p for key, p in vars(module).items() if type(p) is float and ("drop" in key or key == "p")}
     for own, base in itertools.product((True,) if bases[0].steps else (True, False), bases):
         act = None if base.attribute is None else operator.attrgetter(base.attribute)(module)
-        put: dict[str | None, Any] = (
-            {} if own else {base.attribute: nn.ReLU() if isinstance(act, nn.Module) else F.relu}
-        )
-        still = {**put, **dict.fromkeys(shares, 0.0)}
-        for kind in family(module, base.form.gated) if own and not base.steps else [RELU]:
+        relu: Any = nn.ReLU() if isinstance(act, nn.Module) else F.relu
+        put: dict[str | None, Any] = {} if own else {base.attribute: relu}
+        still: dict[str | None, Any] = put | dict.fromkeys([*shares], 0.0)
+        kinds = [RELU]
+        if own and base.kind == "pair":
+            # a norm before it may keep values from the activation
+            kinds = list(filter(None, [family_of(act, dtype)]))  # type: ignore[arg-type]
+        elif own and not base.steps:
+            kinds = family(module, base.form.gated)
+        for kind in kinds:
             candidate = base._replace(activation=kind)
             if why := differs(candidate, still):
                 reasons.append(why)
@@ -472,9 +478,7 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
             f"sparsify_ before sharding or quantising; {LEAVE_OUT}"
         )
     if linear._parameters.keys() != {"weight", "bias"} or linear._buffers or linear._modules or linear.weight is None:
-        names = sorted(
-            [*(k for k, p in linear._parameters.items() if p is not None), *linear._buffers, *linear._modules]
-        )
+        names = sorted([*linear._parameters, *linear._buffers, *linear._modules])
         raise TypeError(f"{where} must have a weight and a bias alone, got {', '.join(names)}; {LEAVE_OUT}")
     _require_forward(where, linear)
     weight: Tensor = linear.weight

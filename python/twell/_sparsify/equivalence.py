@@ -144,7 +144,7 @@ class Copies:
                 raise CannotCopyError(_first_line(error)) from error
 
     def run(self, setting: Setting, put: Put, replace: Replace | None = None, seed: int = 0) -> Any:
-        """What a copy computes, in which ``replace`` may put something; the error that it raised.
+        """What a copy computes, in which ``replace`` may put something; a text if it raised an error.
 
         Those are outputs, gradients, parameters, buffers, and the attributes that the run has set.
         """
@@ -160,12 +160,12 @@ class Copies:
             with _AsReLU(self.replaced) if in_code else contextlib.nullcontext():
                 return _results(module, _input(setting, self.k), setting, seed)
         except Exception as error:
-            return error
+            return _first_line(error)
 
     def casts(self) -> bool:
         """Whether the module takes x of another dtype than that of its weights."""
         with _apart():
-            return not isinstance(self.run(_MIXED, {}), Exception)
+            return not isinstance(self.run(_MIXED, {}), str)
 
 
 class Difference(NamedTuple):
@@ -183,14 +183,14 @@ def difference(
         for after, given in enumerate(settings):
             setting = given._replace(dtype=given.dtype or dtype)
             theirs = copies.run(setting, put)
-            if isinstance(theirs, Exception):
+            if isinstance(theirs, str):
                 # a module that raises for other dimensions than three, or other dtypes, is never called with them
                 if setting.lead != _LEAD or setting.mixed:
                     continue
-                return Difference(after, f"it cannot run on x alone ({_first_line(theirs)})")
+                return Difference(after, f"it cannot run on x alone ({theirs})")
             ours = copies.run(setting, put, replace)
-            if isinstance(ours, Exception):
-                return Difference(after, f"run sparse, it raises {_first_line(ours)}, for {setting}")
+            if isinstance(ours, str):
+                return Difference(after, f"run sparse, it raises {ours}, for {setting}")
             for what, expected in theirs.items():
                 if text := setting.off(ours.get(what), expected):
                     text = f"{what} {text} for {setting}"
@@ -361,15 +361,18 @@ def _results(module: Any, x: Tensor, setting: Setting, seed: int) -> dict[str, A
     return results | {key: leaf for key, leaf in after.items() if key in kept or _off(before.get(key), leaf)}
 
 
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} in {value.dtype}"
+    return "missing" if value is None else repr(value)
+
+
 def _off(ours: Any, theirs: Any, eps: float = 0.0, by_row: bool = True) -> str:
     """How two values differ by more than roundings, each row held to its own size; "" if they do not."""
-    if not (isinstance(ours, Tensor) and isinstance(theirs, Tensor)):
-        if type(ours) is type(theirs) and ours == theirs:
-            return ""
-        return "is missing when run sparse" if ours is None else f"is {theirs}, and {ours} when run sparse"
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        both = [f"{list(each.shape)} in {each.dtype}" for each in (theirs, ours)]
-        return f"is {both[0]}, and {both[1]} when run sparse"
+    if _kind(ours) != _kind(theirs):
+        return f"is {_kind(theirs)}, and {_kind(ours)} when run sparse,"
+    if not isinstance(theirs, Tensor):
+        return ""
     if not theirs.numel():
         return ""
     a, b = ours.detach().double(), theirs.detach().double()

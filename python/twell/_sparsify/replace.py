@@ -124,13 +124,13 @@ def sparsify_(
     Projections of layers that are modules of their own may have adapters of peft, or weights that bitsandbytes holds in
     4 bits or torchao in a weight-only format. They stay as they are; the page on models says which run sparse.
 
-    What is checked: a copy of the module, with small random weights, runs on the CPU beside the formula in float64, in
-    the model's dtype and under autocast, in training and in evaluation, with and without gradients, for one token and
-    for several, at ordinary and at extreme magnitudes. Outputs and gradients must agree, it may run only the operators
-    of linear layers, the activation and one product, and it may set no attribute. A block that ``names`` tells runs in
-    the same ways beside a copy of it with a pair; it must run on x alone, and what its first projection returns must
-    not matter to anything but the second. The model's own modules are never run, and its tensors are neither read nor
-    needed, except for buffers: it may be on ``meta``. Blocks of known classes are not run.
+    What is checked: two copies of the module with small random weights run on the CPU, one of them with the layer or
+    the pair in it, in float32, in the model's dtype, under autocast and with x of another dtype than the weights, in
+    training and in evaluation, for one token and for several, at ordinary and at extreme magnitudes. Outputs,
+    gradients, and what the run has set must agree, and a refusal says what differs. Each gate must be made by an
+    activation of the family; a threshold must be an attribute. A block must run on x alone. The model's own modules
+    are never run, and its tensors are neither read nor needed, except for buffers: it may be on ``meta``. Blocks of
+    known classes are not run.
 
     What is the word of who names a module: that its code does not branch on anything that these runs do not vary
     (longer inputs, other devices, settings that change later), leaves nothing behind in globals, and, for a pair, that
