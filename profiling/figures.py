@@ -5,12 +5,11 @@ import math
 import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from profiling import host
-from profiling.draw.common import ResultError, Results, machine, markdown
+from profiling.draw.common import ResultError, Results, machine, markdown, pivot
 from twell.choose.rates import SCREENED
 from twell.commands import tune
 
@@ -200,7 +199,7 @@ def large_layer() -> str:
         if row["requested"] == "auto" and (call := (row["variant"], row["tokens"])) in calls:
             eagerly = [f"{row[way]:.2f}" for way in ("queued_speedup", "waited_speedup") if row.get(way)]
             cells[f"`{row['workload']}`", calls[call]] = ", ".join([both(row, 1e3, ",.0f"), gain(row), *eagerly])
-    return host.pivot("dense / twell, us", cells) + where("large_layer")
+    return pivot("dense / twell, us", cells) + where("large_layer")
 
 
 def few_tokens() -> str:
@@ -211,7 +210,7 @@ def few_tokens() -> str:
             cells[f"`{row['workload']}`", f"{row['tokens']:,}"] = (
                 f"{both(row, 1e3, '.0f')}, {gain(row)} {row['strategy']}"
             )
-    return host.pivot("dense / twell, us", cells) + where("few")
+    return pivot("dense / twell, us", cells) + where("few")
 
 
 def few_by_share() -> str:
@@ -223,7 +222,7 @@ def few_by_share() -> str:
         layer = f"{row['k']:,} / {row['n']:,}{', gate' if row['gated'] else ''}, {row['share']:.0%}"
         before, after = row["us"]["dense"], row["us"]["auto"]
         cells[layer, str(row["m"])] = f"{before:.1f} / {after:.1f}, **{before / after:.2f}**"
-    return host.pivot("dense / twell, us", cells) + where("decode")
+    return pivot("dense / twell, us", cells) + where("decode")
 
 
 def overfull() -> str:
@@ -253,9 +252,11 @@ def screen() -> str:
             taken = " screen" if chosen["strategy"] == SCREENED else ""
             times = f"{plain['ms']:.2f} / {ours['ms']:.2f}, **{ours['ms'] / plain['ms']:.2f}**{taken}"
             cells[f"`{workload}`", OPS[variant]] = times
-    return host.pivot(f'"union" / "{SCREENED}", ms', cells) + where("screen")
+    return pivot(f'"union" / "{SCREENED}", ms', cells) + where("screen")
 
 
+# More than this of dense's time is slower.
+SLOWER = 1.02
 HOST_TOKENS = (1, 16, 64, 256, 1024)
 HOST_LAYERS = ((2048, 5632), (4096, 14336))
 
@@ -272,11 +273,42 @@ def host_times() -> str:
         return (row["k"], row["n"]) in HOST_LAYERS and row["m"] in HOST_TOKENS
 
     tables = [
-        host.CAPTIONS["host"],
-        host.host_table([row for row in parts["host"] if row["layer"] in ("dense", "auto", "function")]),
+        "What an eager call costs the host, in microseconds and over dense's:",
+        host_table([row for row in parts["host"] if row["layer"] in ("dense", "auto", "function")]),
     ]
-    tables += [host.CAPTIONS["few"], host.few_table(parts["few"], shown)]
+    caption = 'Forward, the time of an eager call by "auto" over dense\'s, queued / waited for, by number of tokens:'
+    tables += [caption, few_table(parts["few"], shown)]
     return "\n\n".join(tables) + where("host")
+
+
+def host_table(rows: Sequence[Row]) -> str:
+    """A line for each layer, a column for each kind of call."""
+    cells = {}
+    for row in rows:
+        more = [f"**{row['host_over_dense']:.2f}**"] if row["host_over_dense"] else []
+        more += [row["chosen"]] if row["chosen"] else []
+        cells[row["layer"], f"{row['what']}, {row['m']:,} tokens"] = ", ".join([f"{row['host_us']:,.0f}", *more])
+    return pivot("", cells)
+
+
+def few_table(rows: Sequence[Row], shown: Callable[[Row], bool]) -> str:
+    """A line for each layer, a column for each number of tokens, of rows ``shown``; how many of all lose to dense."""
+    cells, ratios = {}, dict[str, list[float]]()
+    for row in rows:
+        if row["layer"] == "auto":
+            name = f"{row['k']:,} / {row['n']:,}{'' if row['gated'] else ', no gate'}"
+            queued, waited = row["queued_over_dense"], row["waited_over_dense"]
+            if shown(row):
+                cells[name, f"{row['m']:,}"] = f"{queued:.2f} / {waited:.2f}"
+            for way, value in (("queued", queued), ("waited for", waited)):
+                ratios.setdefault(way, []).append(value)
+    said = [
+        f"{sum(value > SLOWER for value in each)} {way}, at most {max(each) - 1:+.1%}" for way, each in ratios.items()
+    ]
+    points = sum(row["layer"] == "auto" for row in rows)
+    return (
+        f"{pivot('K / N', cells)}\n\nOf {points} points these take over {SLOWER:g} of dense's time: {'; '.join(said)}."
+    )
 
 
 def auto_losses() -> str:
@@ -420,7 +452,7 @@ def beside_paper() -> str:
             rates = dense["tokens_per_ms"], sparse["tokens_per_ms"]
             cells[names[config], f"{said}: paper"] = PAPER[config][op]
             cells[names[config], f"{said}: twell"] = f"{rates[0]:.0f}, {change(*rates)}"
-    return host.pivot("eager models", cells)
+    return pivot("eager models", cells)
 
 
 def several_gpus() -> str:
@@ -438,4 +470,4 @@ def several_gpus() -> str:
                 cells[said, f"{count} GPUs, {kind}"] = (
                     f"{dense['ms']:.0f} / {ours['ms']:.0f}, **{dense['ms'] / ours['ms']:.2f}**"
                 )
-    return f"{host.pivot('ms: dense / twell', cells)}\n\nEmpty: not measured. {machine(result('parallel2'))}"
+    return f"{pivot('ms: dense / twell', cells)}\n\nEmpty: not measured. {machine(result('parallel2'))}"

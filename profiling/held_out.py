@@ -9,7 +9,7 @@ own. 100 points are drawn by one seed, 20 of them training steps; 60 by another:
 layers on 33 to 512 tokens and training steps. Routes are timed as ``twell tune`` does, and "auto" decides by the
 figures of the layer. The loss is the time of its choice over that of the fastest route, minus one. Times and choices
 are of CUDA graphs; those of ``GRAPHS`` tokens have a line of their own, beside the loss of graphs that are captured
-before any figure. ``profiling.host`` times eager calls.
+before any figure. ``profiling.bench host`` times eager calls.
 
 Points go to --out after each one; --budget-s ends a run between points. --rows decides again at measured points.
 --left-out fits without each layer of a file of ``profiling.tune`` in turn, from rates of one digit, and chooses for it.

@@ -98,14 +98,14 @@ ALL = (
         "decode",
         "layers on 1 to 32 tokens, by the share of neurons that fire",
         "few by share",
-        "python -m profiling.decode --json $OUT",
+        "python -m profiling.bench decode --out $OUT",
         25,
     ),
     _one(
         "host",
         "eager calls: the host, queued, waited for, few tokens",
         "host; constants of rates.py",
-        "python -m profiling.host --out $OUT",
+        "python -m profiling.bench host --out $OUT",
         200,
         host=True,
     ),
@@ -288,10 +288,16 @@ ALL = (
         "portable",
         "the portable family beside Hopper's",
         "portable calls",
-        "python -m profiling.portable --json $OUT",
+        "python -m profiling.bench portable --out $OUT",
         40,
     ),
-    _one("adapters", "a layer with LoRA adapters of peft", "adapters", "python -m profiling.adapters --json $OUT", 120),
+    _one(
+        "adapters",
+        "a layer with LoRA adapters of peft",
+        "adapters",
+        "python -m profiling.bench adapters --out $OUT",
+        120,
+    ),
 )
 
 # Results of studies that ended, by what is in them. Their tables and charts stay as they are; the scripts are in commit

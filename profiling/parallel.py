@@ -35,8 +35,7 @@ from torch import Tensor, nn
 
 from profiling import ranks
 from profiling.bench.models_random import Pattern, build, cast, draw, draw_ids, paper_nnz, parse_sizes
-from profiling.bench.report import write_json
-from profiling.bench.variants import SETTLING
+from profiling.harness import SETTLING, write_json
 from twell import _sparsify, recipe, testing
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.commands.timing import FAILURES, reason, spread
@@ -236,7 +235,13 @@ def run(arguments: argparse.Namespace, here: ranks.World, machine: str) -> list[
             given = {"config": arguments.config.name, "micro_batch": arguments.micro_batch}
             given |= {"sequence": arguments.sequence, "rounds": arguments.rounds}
             complete = mode == arguments.modes[-1]
-            write_json(arguments.out, rows, machine=machine, arguments=given, complete=complete)
+            write_json(
+                arguments.out,
+                [dataclasses.asdict(row) for row in rows],
+                machine=machine,
+                arguments=given,
+                complete=complete,
+            )
     return rows
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from profiling import everything, figures, float8, host, measurements, reference
-from profiling.draw.common import ResultError, Results, machine, markdown
+from profiling import everything, figures, float8, measurements, reference
+from profiling.draw.common import ResultError, Results, machine, markdown, pivot
 from profiling.figures import result
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +96,7 @@ def autoencoders() -> str:
     for codes in dict.fromkeys(codes for codes, _ in cells):
         both = (peaks[codes, variant] / 1e9 for variant in ("dense compiled", '"auto"'))
         cells[codes, "peak of training, GB: dense / twell"] = " / ".join(f"{each:.1f}" for each in both)
-    return f"{host.pivot('codes, d_sae', cells)}\n\n{machine(found)}"
+    return f"{pivot('codes, d_sae', cells)}\n\n{machine(found)}"
 
 
 def generate() -> str:
@@ -210,7 +210,7 @@ def portable_calls() -> str:
         times = f"{us['hopper']:,.1f} / {us['portable']:,.1f}, {us['portable'] / us['hopper']:.2f}"
         times += f", **{dense / us['portable']:.2f}**" if dense else ""
         cells[call, f"`{row['workload']}`"] = times
-    return f"{host.pivot('Hopper / portable, us', cells)}\n\n{machine(found)}"
+    return f"{pivot('Hopper / portable, us', cells)}\n\n{machine(found)}"
 
 
 def adapted() -> str:

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from profiling.bench.portable import kernels_of
 from profiling.draw.common import loads
-from profiling.portable import kernels_of
 from twell import _files
 from twell._runtime import specs
 from twell.choose import cards

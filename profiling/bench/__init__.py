@@ -1,13 +1,14 @@
-"""``python -m profiling.bench``: check kernels, layers and models, then time them beside dense PyTorch."""
+"""``python -m profiling.bench``: check layers and models, then time them beside dense PyTorch."""
 
+import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
-DESCRIPTION = """\
-Time kernels, layers and models beside dense PyTorch: one run, one machine, interleaved. Only right results are timed:
-an error against float64 of more than 1.1 times dense PyTorch's, in norm or in the worst row, or other bits on replay,
-gives a red row without speed and exit status 1. Sums of few terms may have larger errors, since chance decides these.
-"""
+from twell.commands.request import exit_status
+
+# The module of a bench by its first word; without one of these, of ``layers``.
+BENCHES = ("model", "moe", "float8", "sae", "decode", "host", "adapters", "portable")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,6 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0, 1 for a red row, 2 for a request that cannot be met, 130 for Ctrl-C. Bad arguments raise
     SystemExit(2).
     """
-    from profiling.bench import cli
-
-    return cli.main(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words.pop(0) if words and words[0] in BENCHES else "layers"
+    module = importlib.import_module(f"profiling.bench.{name}")
+    top = argparse.ArgumentParser(
+        prog=f"python -m {module.NAME}",
+        description=module.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_options(top)
+    return exit_status(module.NAME, lambda: module.run(top.parse_intermixed_args(words)))

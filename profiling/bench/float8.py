@@ -1,7 +1,6 @@
 """``python -m profiling.bench float8``: a layer of e4m3 weights beside dense fp8 products of PyTorch."""
 
 import argparse
-import dataclasses
 import functools
 import importlib.util
 import math
@@ -13,12 +12,10 @@ import torch
 from torch import Tensor
 
 import twell
-from profiling.bench import variants
-from profiling.bench.protocol import Device
-from profiling.bench.report import Column
-from profiling.bench.variants import Session, Settled, Variant, Verdict, verdict
+from profiling import harness
+from profiling.harness import Bench, Row, Settled, Variant, Verdict, Way, add_arguments, verdict
 from twell import float8, testing
-from twell.commands import timing, tune
+from twell.commands import tune
 from twell.commands.request import at_least
 from twell.commands.timing import Call
 from twell.testing import Comparison, workloads
@@ -39,46 +36,14 @@ CALLS, FEW, CHECKED = 32, 256, 1024
 DENSE, BF16, BF16_DENSE = "dense fp8", "bfloat16", "bfloat16 dense"
 
 
-@dataclasses.dataclass
-class Row:
-    """One variant. us: of a call, by the median of CUDA graphs. over_dense: the time of the fastest dense fp8 over it.
-
-    strategy: what "auto" chose. nonzeros, union, heaviest: figures of e4m3 gates, as in
-    ``choose.rates.Figures``. error: relative to the formula in float64. original: relative to float64 of the weights
-    before they were quantised.
-    """
-
-    workload: str
-    m: int
-    k: int
-    n: int
-    nonzeros: float
-    union: float | None
-    heaviest: float | None
-    variant: str
-    strategy: str = ""
-    us: float = math.nan
-    over_dense: float = math.nan
-    error: float = math.nan
-    original: float = math.nan
-    red: str = ""
+# us: the median of CUDA graphs. over_dense: the time of the fastest dense fp8 over it. nonzeros, union, heaviest: of
+# e4m3 gates, as in ``choose.rates.Figures``. error: relative to the formula in float64. original: to float64 of the
+# weights before they were quantised.
+GRAPH = Way("graph", "us", "over_dense", 1e3)
+SHOWN = ("workload", "variant", "strategy", "m", "k", "n", "nonzeros", "us", "over_dense", "error", "original")
 
 
-COLUMNS = [
-    Column("workload", lambda r: r.workload, left=True),
-    Column("variant", lambda r: f"{r.variant}: {r.strategy}" if r.strategy else r.variant, left=True),
-    Column("tokens", lambda r: str(r.m), left=True),
-    Column("K", lambda r: str(r.k)),
-    Column("N", lambda r: str(r.n)),
-    Column("non-zeros", lambda r: f"{r.nonzeros:.0f}"),
-    Column("us", lambda r: f"{r.us:.1f}"),
-    Column("over dense fp8", lambda r: f"{r.over_dense:.2f}"),
-    Column("error", lambda r: f"{r.error:.4f}"),
-    Column("of original weights", lambda r: f"{r.original:.4f}"),
-]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--workload", nargs="+", default=["topic29"], metavar="NAME", help="drawn, or realN with --real-layers")
@@ -86,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--m", type=at_least(1), nargs="+", default=[16384], help="tokens (16384)")
     add("--k", type=at_least(16), default=2048, help="hidden size of drawn layers (2048)")
     add("--n", type=at_least(16), default=5632, help="neurons of drawn layers (5632)")
-    variants.add_arguments(parser, 1.0)
+    add_arguments(parser, 1.0)
 
 
 class Weights(Quantised):
@@ -103,22 +68,23 @@ class Weights(Quantised):
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
-    this = Session(NAME, arguments)
+    bench = Bench(NAME, arguments)
 
     def work() -> None:
         for name in arguments.workload:
             # fewer tokens are the first of the most
             sizes = {"m": max(arguments.m), "k": arguments.k, "n": arguments.n}
-            on = this.device.torch_device
+            on = bench.device.torch_device
             problem = workloads.load(name, real_layers=arguments.real_layers, device=on, **sizes)
             # layers whose gates together exceed L2
             count = max(1, min(8, _BEYOND_L2 // problem.w_gate.numel()))
             layers = [Weights(problem), *(Weights(problem.map(torch.clone)) for _ in range(count - 1))]
             for m in arguments.m:
-                this.progress.step(f"{name}, M = {m}")
-                this.add(Measured(name, layers, m, this.device).rows(arguments.seconds))
+                bench.step(f"{name}, M = {m}")
+                measured = Measured(name, layers, m, on)
+                bench.case(measured.base, [*measured.variants()], [GRAPH])
 
-    return this.run(work, COLUMNS)
+    return bench.run(work, SHOWN)
 
 
 def rows_in_float8() -> Callable[..., Any]:
@@ -131,8 +97,8 @@ def rows_in_float8() -> Callable[..., Any]:
 class Measured:
     """Variants of a layer on ``m`` tokens: call ``i`` has the i-th of ``layers``, and of few tokens others, in turn."""
 
-    def __init__(self, name: str, layers: Sequence[Weights], m: int, device: Device) -> None:
-        self.layers, self.device, self.m = layers, device, m
+    def __init__(self, name: str, layers: Sequence[Weights], m: int, on: torch.device) -> None:
+        self.layers, self.on, self.m = layers, on, m
         first, problem = layers[0], layers[0].problem
         self.calls = len(layers) * math.ceil((CALLS if m <= FEW else 1) / len(layers))
         parts = min(self.calls, max(1, CHECKED // m), len(problem.x) // m) if m <= FEW else 1
@@ -143,11 +109,12 @@ class Measured:
         found = [tune.figures_of(first.rounded(x)) for x in self.parts]
         means: Any = [None if values[0] is None else sum(values) / parts for values in zip(*found)]
         n, k = problem.w_gate.shape
-        self.make: Any = functools.partial(Row, name, m, k, n, *means[:3])
+        self.base: Row = {"workload": name, "m": m, "k": k, "n": n}
+        self.base |= dict(zip(("nonzeros", "union", "heaviest"), means))
 
     def whole(self, call: Call) -> Tensor:
         """y of the tokens that are checked."""
-        return variants.whole(call, len(self.parts))[:CHECKED]
+        return harness.whole(call, len(self.parts))[:CHECKED]
 
     def by(self, function: Callable[[Weights, Tensor, Any], Tensor]) -> Callable[[Any], Call]:
         """Calls of ``function(weights, tokens, strategy)``."""
@@ -157,7 +124,7 @@ class Measured:
     def variants(self) -> Iterator[Variant]:
         """The calls: dense ones, then sparse ones."""
         calls: dict[str, Any] = {}
-        on_gpu = self.device.torch_device.type == "cuda"
+        on_gpu = self.on.type == "cuda"
         for triton in [False, True] if on_gpu and importlib.util.find_spec("triton") else [False]:
             others: dict[str, Any] = {"quantise": rows_in_float8(), "hidden": rows_in_float8()} if triton else {}
             for merged in (True, False):
@@ -169,10 +136,10 @@ class Measured:
             bar = testing.errors(self.whole(self.by(dense)("")), answer)
             checks.append(functools.partial(self.check, answer, bar))
         for name, call in calls.items():
-            yield Variant(name, self.by(call), self.calls, "", checks[name == BF16_DENSE])
+            yield Variant(name, self.by(call), self.calls, "", checks[name == BF16_DENSE], self.note)
         for prefix, call, check in (("", Weights.sparse, checks[0]), (f"{BF16} ", Weights.wide, checks[1])):
             for strategy in ("row", "union", "auto") if prefix else ("row", "union", "dense", "auto"):
-                yield Variant(f'{prefix}"{strategy}"', self.by(call), self.calls, strategy, check)
+                yield Variant(f'{prefix}"{strategy}"', self.by(call), self.calls, strategy, check, self.note)
 
     def check(self, answer: Tensor, bar: Any, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check y of the first calls, and the last one on its copy of the layer."""
@@ -184,18 +151,10 @@ class Measured:
         named = {"y": (ours, testing.BUDGET), "a copy": (copy, luck)}
         return verdict({name: Comparison(e, bar, math.inf, budget, luck) for name, (e, budget) in named.items()})
 
-    def note(self, row: Row, variant: Variant, settled: Settled, errors: dict[str, Comparison]) -> None:
-        row.original = testing.errors(self.whole(settled.now), self.original).frobenius
-        if not variant.name.startswith(BF16):
-            row.error = errors["y"].ours.frobenius
-        if variant.requested == "auto":
-            row.strategy = settled.strategy
-
-    def rows(self, seconds: float) -> list[Row]:
-        """Check every variant, then time the right ones in turn, in graphs."""
-        chosen = list(self.variants())
-        rows: dict[str, Row] = {variant.key: self.make(variant.name) for variant in chosen}
-        found = variants.ready(chosen, rows, self.device, self.note)
-        times = timing.measure({key: each.recording for key, each in found.items()}, seconds)
-        variants.fill(rows, times, DENSE, "us", "over_dense", 1e3)
-        return list(rows.values())
+    def note(self, row: Row, settled: Settled, errors: dict[str, Comparison]) -> None:
+        row["original"] = testing.errors(self.whole(settled.now), self.original).frobenius
+        if not row["variant"].startswith(BF16):
+            row["error"] = errors["y"].ours.frobenius
+        if settled.variant.requested != "auto":
+            # the published files name the choices of "auto" alone
+            row["strategy"] = row["eager_strategy"] = ""

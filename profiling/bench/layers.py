@@ -1,82 +1,66 @@
-"""Benchmarks of one layer: ``TimedLayer`` is a workload, ``Forward`` and ``Training`` have its variants."""
+"""``python -m profiling.bench ffn,decode,train``: one layer by strategies beside dense PyTorch, eager and compiled."""
 
+import argparse
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from profiling.bench import variants
-from profiling.bench.protocol import Ceilings, Device
-from profiling.bench.variants import Verdict, compared, verdict, whole
+from profiling.bench.workloads import EXPLAINED, NAMED, Source, parse
+from profiling.harness import Bench, Row, Settled, Variant, Verdict, Way, add_arguments, ratio, verdict, whole
 from twell import testing
-from twell._activation import RELU, Activation
-from twell._runtime import geometry
+from twell._activation import NAMES, activation_of
+from twell._runtime import geometry, specs
 from twell.choose import plan, rates
+from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, set_down_layout
-from twell.testing import FFN, Case, Comparison, Errors
+from twell.testing import FFN, Case, Comparison
 from twell.testing.calls import caller, linear
 
-TRAINING = ("train", "train_overflow")
-OPS = ("ffn", "decode", *TRAINING)
-STRATEGIES = plan.STRATEGIES
-# what --screen and --invariant time, too, as ``testing.sparse_output`` names it
-SCREENED, INVARIANT = rates.SCREENED, "row+invariant"
+NAME = "profiling.bench"
+DESCRIPTION = f"""\
+Time a gated layer in bfloat16 by each of --strategy beside dense PyTorch, eager and compiled, in CUDA graphs and in
+eager calls, many in a row ("queued") or waited for. Only right results have a time: errors against float64 beside those
+of dense PyTorch, and the bits of replays.
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Bytes of a stored value.
-ITEM = 2
+ffn             the forward pass of all tokens; all calls share the weights, so small weights stay in L2
+decode          the same on each number of --m-decode, from the middle of the workload, with several copies of the
+                weights in turn, whose gates exceed L2
+train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same. Where
+                the hybrid format does not hold the non-zeros, dense is timed instead
+train_overflow  a step of the sparse path where it does not
+model, moe, float8, sae   others, which have a --help of their own
 
-# Tokens per gate GEMM in counting non-zeros.
-_COUNTED = 16384
+--workload: {", ".join(NAMED)}, drawn by name; {",".join(f"{key}=" for key in EXPLAINED)}, drawn, of which
+nnz is required; real:FOLDER, real:FOLDER/3, recorded layers (python -m profiling.record), of their own sizes
+"""
+# Tokens, hidden size and neurons on a GPU and on a CPU, and tokens of decode.
+SIZES, CPU_SIZES = (16384, testing.PAPER_HIDDEN, testing.PAPER_NEURONS), (512, 256, 1408)
+FEW = (1, 8, 16, 64, 128, 256)
+COMPILE = ("default", "max-autotune-no-cudagraphs", "none")
+SCREENED = rates.SCREENED
+# Weight rows read from L2 by all multiprocessors of an H200 (132, 1,980 MHz): 7.2 to 7.5 TB/s in a streaming read.
+L2_TBS = 7.3
+# Bytes of a value; tokens of a gate product that is counted; tokens of recorded layers before they repeat.
+ITEM, COUNTED, RECORDED = 2, 16384, 4096
+# Tokens that decode is timed and checked on, and least calls of its recording, beside whose time events are short.
+DECODED, CALLS = 512, 32
 
-# Tokens after which recorded layers repeat, and tokens around their middle that decode is timed and checked on.
-RECORDED = 4096
-DECODED = 512
-# Least calls of a recording of decode, to make it long beside the events that time it.
-CALLS = 32
-
-# Of the i-th copy of x, the leaves, x first, and y with its graph.
-Pass = Callable[[int], tuple[tuple[Tensor, ...], Tensor]]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The choices for each workload.
-
-    ``compiled`` is ``testing.dense_output`` through torch.compile, or None.
-    """
-
-    ops: tuple[str, ...]
-    strategies: tuple[str, ...] = ("auto",)
-    compression: int = 8
-    decoded: tuple[int, ...] = ()
-    compiled: Callable[..., Tensor] | None = None
-    activation: Activation = RELU
-    memory: bool = False
-    eager: bool = True
-    seconds: float = 3.0
-    energy_seconds: float = 5.0
-
-
-@dataclass
-class Variant(variants.Variant):
-    """One call to time of a layer.
-
-    figures: by strategy, ``executed`` operations, bytes ``moved`` from memory or ``gathered`` through L2, and the
-    ``floor`` in seconds. baseline: the suffix after "dense eager" and "dense compiled" in the names of its baselines.
-    forward: by strategy, the forward pass of a training step, with its graph.
-    """
-
-    flop: float = field(kw_only=True)
-    figures: Callable[[str], dict[str, float]] = field(kw_only=True)
-    baseline: str | None = None
-    forward: Callable[[str], Pass] | None = None
+GRAPH = Way("graph", "ms", "speedup_dense")
+EAGER = (
+    Way("queued", "queued_ms", "queued_speedup", share=0.5),
+    Way("waited", "waited_ms", "waited_speedup", share=0.5),
+)
+SHOWN = (
+    "workload", "tokens", "nnz", "variant", "requested", "strategy", "ms", "floor_ms", "speedup_dense",
+    "faster_dense", "queued_ms", "queued_speedup", "waited_ms", "waited_speedup", "eager_strategy", "error", "worst",
+    "kept_bytes", "peak_bytes",
+)  # fmt: skip
 
 
 def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settings: Any) -> SparseFFN:
@@ -97,269 +81,219 @@ def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settin
     return layer
 
 
-class TimedLayer:
-    """A workload: the problem, copies of its tokens, and counts of non-zeros."""
+def compiled(mode: str) -> Callable[..., Tensor] | None:
+    """The dense layer through torch.compile; None if the mode is "none"."""
+    if mode == "none":
+        return None
+    # each number of tokens and each size of a recorded layer is compiled separately
+    torch._dynamo.config.recompile_limit = 256
+    options: Any = {"fullgraph": True, "dynamic": False, "mode": None if mode == "default" else mode}
+    made: Callable[..., Tensor] = torch.compile(testing.dense_output, **options)
+    return made
 
-    def __init__(self, problem: FFN, options: Options, device: Device, ceilings: Ceilings) -> None:
-        self.problem, self.options, self.device, self.ceilings = problem, options, device, ceilings
+
+class Firing(NamedTuple):
+    """Of a call: non-zeros, neurons of each tile of 128 tokens, summed over tiles, and neurons that any token fires."""
+
+    nonzeros: float
+    listed: float
+    fired: float
+
+
+def firing(active: Tensor) -> Firing:
+    """Of bool [..., M, N]: the sums over all but the last two dimensions."""
+    m, n = active.shape[-2:]
+    tiles = F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, n)
+    return Firing(*(float(each.sum()) for each in (active, tiles.any(1), active.any(-2))))
+
+
+class Layer:
+    """A workload: the problem, its activation, and dense functions."""
+
+    def __init__(self, problem: FFN, bench: Bench, dense: Callable[..., Tensor] | None) -> None:
+        self.problem, self.bench = problem, bench
         self.m, self.k = problem.x.shape
         self.n = problem.w_gate.shape[0]
-        # operations of one product; bytes of x, of one weight
-        self.product = 2.0 * self.m * self.n * self.k
-        self.token_bytes, self.weight_bytes = ITEM * self.m * self.k, ITEM * self.n * self.k
-        self.copies = device.copies_for(self.token_bytes)
-        self.x = [problem.x, *(problem.x.clone() for _ in range(self.copies - 1))]
-        self.nonzeros, self.union_rows, self.overflows = self._count()
-        self.overflowing = int(self.overflows.sum())
-        self.fits = self.nonzeros <= geometry.hybrid_capacity(self.m, self.n)
-        self.packed_bytes = self.overflowing * geometry.TILE * ITEM
-        self.packed_bytes += self.m * geometry.tiles(self.n) * geometry.words_per_tile(options.compression) * 4
-
-    @property
-    def form(self) -> dict[str, Any]:
-        """The activation as arguments of functions."""
-        return self.options.activation.options()
+        self.activation = activation_of(bench.given["activation"], bench.given["threshold"], True)
+        self.form = self.activation.options()
+        parts = [firing(self.fires(x)) for x in problem.x.split(COUNTED)]
+        nonzeros, listed, fired = zip(*parts)
+        self.firing = Firing(sum(nonzeros), sum(listed), max(fired))
+        self.fits = self.firing.nonzeros <= geometry.hybrid_capacity(self.m, self.n)
+        self.dense = {"dense eager": functools.partial(testing.dense_output, **self.form)}
+        if dense is not None:
+            self.dense["dense compiled"] = functools.partial(dense, **self.form)
 
     def fires(self, x: Tensor) -> Tensor:
         """Which neurons these tokens fire."""
-        return self.options.activation.after(F.linear(x, self.problem.w_gate)) != 0
+        return self.activation.after(F.linear(x, self.problem.w_gate)) != 0
 
-    def _count(self) -> tuple[int, int, Tensor]:
-        """Non-zeros, neurons that tiles of 128 tokens fire, summed over tiles, and overflowing tiles by token."""
-        nonzeros, union_rows, overflows, tiles = 0, 0, [], geometry.tiles(self.n)
-        for start in range(0, self.m, _COUNTED):
-            fires = self.fires(self.problem.x[start : start + _COUNTED])
-            counts = F.pad(fires, (0, tiles * geometry.TILE - self.n)).view(-1, tiles, geometry.TILE).sum(2)
-            nonzeros += int(counts.sum())
-            union_rows += int(tiles_of(fires).any(1).sum())
-            overflows.append((counts > geometry.capacity(self.options.compression)).sum(1))
-        return nonzeros, union_rows, torch.cat(overflows)
+    def row(self, source: Source, tokens: int, nonzeros: float) -> Row:
+        return {
+            "workload": source.name,
+            "tokens": tokens,
+            "m": self.m,
+            "k": self.k,
+            "n": self.n,
+            "nnz": nonzeros / tokens,
+        }
 
-    def seconds(self, flop: float, moved: float, gathered: float = 0.0) -> float:
-        """The floor in seconds: the largest of arithmetic, compulsory memory traffic and the gather."""
-        ceilings = self.ceilings
-        return max(flop / ceilings.flops, moved / ceilings.memory, gathered / ceilings.l2)
-
-    def compiled_sparse(self) -> Callable[..., Tensor]:
-        """``testing.sparse_output`` by "dense", through torch.compile."""
-        function = torch.compile(testing.sparse_output, fullgraph=True, dynamic=False)
-        return functools.partial(function, compression=self.options.compression, strategy="dense", **self.form)
-
-    def module(self, strategy: Any, problem: FFN | None = None) -> SparseFFN:
-        """The layer as users call it, by this strategy; also of a copy of the problem."""
-        return module_of(problem or self.problem, strategy, compression=self.options.compression, **self.form)
-
-    def dense(self) -> Iterator[tuple[str, Callable[..., Tensor]]]:
-        """The dense functions, with their prefix in names of variants."""
-        yield "dense eager", functools.partial(testing.dense_output, **self.form)
-        if self.options.compiled is not None:
-            yield "dense compiled", functools.partial(self.options.compiled, **self.form)
-
-    def variants(self) -> list[Variant]:
-        """Those of calls of all tokens."""
-        ffn = Forward(self, [self.problem], self.x, 1, self.copies)
-        return [*(ffn.variants("ffn") if "ffn" in self.options.ops else []), *Training(self).variants()]
+    def floor(self, flop: float, moved: float, gathered: float = 0.0) -> float:
+        """Milliseconds: the largest of arithmetic, compulsory memory traffic and rows from L2."""
+        ceilings = self.bench.ceilings
+        return 1e3 * max(flop / ceilings.flops, moved / ceilings.memory, gathered / L2_TBS / 1e12)
 
 
 class Forward:
     """The layer on ``m`` tokens per call: call ``i`` has the i-th of ``x`` and of ``weights``, in turn.
 
-    ``parts`` of ``x`` differ. figures: those of a strategy.
+    ``parts`` of ``x`` differ. Of a call ``fires`` are the mean counts.
     """
 
     def __init__(
-        self, layer: TimedLayer, weights: Sequence[FFN], x: Sequence[Tensor], parts: int, calls: int, suffix: str = ""
+        self, layer: Layer, weights: Sequence[FFN], x: Sequence[Tensor], parts: int, calls: int, fires: Firing
     ) -> None:
-        self.layer, self.weights, self.x, self.parts, self.calls, self.suffix = layer, weights, x, parts, calls, suffix
+        self.layer, self.weights, self.x, self.parts, self.calls, self.fires = layer, weights, x, parts, calls, fires
         self.m = len(x[0])
-        self.product, self.token_bytes = 2.0 * self.m * layer.n * layer.k, ITEM * self.m * layer.k
 
-    def variants(self, name: str) -> list[Variant]:
-        """The variants, dense PyTorch first."""
-        shared: dict[str, Any] = {"flop": 3 * self.product, "figures": self.figures}
-        found = []
-        for dense, function in self.layer.dense():
-            by = functools.partial(self.dense, function)
-            found.append(Variant(f"{dense}{self.suffix}", by, self.calls, "", self.verify, **shared))
-        for requested in self.layer.options.strategies:
-            one = Variant(name, self.sparse, self.calls, requested, self.verify, baseline=self.suffix, **shared)
-            found.append(one)
-        return found
+    def variants(self, name: str, strategies: Sequence[str], suffix: str = "") -> Iterator[Variant]:
+        """Dense PyTorch first."""
+        for dense, function in self.layer.dense.items():
+            by = functools.partial(self.of_dense, function)
+            yield Variant(f"{dense}{suffix}", by, self.calls, "", self.verify, self.note)
+        for requested in strategies:
+            yield Variant(name, self.of_sparse, self.calls, requested, self.verify, self.note)
 
-    def dense(self, function: Callable[[FFN], Tensor], strategy: object = "") -> Call:
+    def of_dense(self, function: Callable[[FFN], Tensor], strategy: object = "") -> Call:
         x, weights = self.x, self.weights
         return lambda i: (function(weights[i % len(weights)]._replace(x=x[i % len(x)])),)
 
-    def sparse(self, strategy: Any) -> Call:
-        x, modules = self.x, [self.layer.module(strategy, each) for each in self.weights]
+    def of_sparse(self, strategy: Any) -> Call:
+        x, modules = self.x, [module_of(each, strategy, **self.layer.form) for each in self.weights]
         return lambda i: (modules[i % len(modules)](x[i % len(x)]),)
 
     @functools.cached_property
-    def answer(self) -> tuple[Tensor, Errors, float]:
+    def answer(self) -> tuple[Tensor, testing.Errors, float]:
         """y of all tokens in float64, the errors of dense PyTorch, and the number of roundings behind them."""
         problem, form = self.weights[0]._replace(x=torch.cat([*self.x[: self.parts]])), self.layer.form
         right = testing.float64_output(problem, **form)
-        dense = whole(self.dense(functools.partial(testing.dense_output, **form)), self.parts)
+        dense = whole(self.of_dense(functools.partial(testing.dense_output, **form)), self.parts)
         return right, testing.errors(dense, right), testing.count_roundings(problem, **form)
 
     def verify(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check y of all tokens against float64, and the bits of the last call with its copy of the operands."""
-        y, first = whole(call, self.parts), (self.calls - 1) % self.parts * self.m
-        found, red = verdict(compared(y, *self.answer))
+        (right, bar, roundings), y = self.answer, whole(call, self.parts)
+        found, red = verdict({"y": Comparison(testing.errors(y, right), bar, roundings)})
+        first = (self.calls - 1) % self.parts * self.m
         if not red and strategy and not torch.equal(outputs[0], y[first : first + self.m]):
             red = "other bits with a copy of the operands"
         return found, red
 
-    def figures(self, strategy: str) -> dict[str, float]:
-        """Operations and gathered bytes of a strategy, and its floor: gate_pack's and that of what follows it."""
+    def note(self, row: Row, settled: Settled, errors: dict[str, Comparison]) -> None:
+        note_errors(row, errors)
+        row["floor_ms"] = self.floor(settled.strategy)
+        if self.layer.bench.given["memory"] and not row["red"]:
+            row["peak_bytes"] = self.layer.bench.device.peak(settled.now)
+
+    def floor(self, strategy: str) -> float:
+        """Milliseconds of the gate product and of what follows it; of dense, of all at once."""
         layer = self.layer
+        product, tokens, weight = 2.0 * self.m * layer.n * layer.k, ITEM * self.m * layer.k, ITEM * layer.n * layer.k
         if strategy in ("", "dense"):
-            floor = layer.seconds(3 * self.product, 2 * layer.token_bytes + 3 * layer.weight_bytes)
-            return {"executed": 3 * self.product, "floor": floor}
+            return layer.floor(3 * product, 2 * tokens + 3 * weight)
         by_tiles = strategy in ("union", SCREENED)
-        rows = layer.union_rows if by_tiles else layer.nonzeros
-        gathered = 2.0 * rows * layer.k * ITEM
-        executed = 4.0 * rows * layer.k * (geometry.TOKEN_TILE if by_tiles else 1)
-        moved = layer.packed_bytes + 2 * (layer.token_bytes + layer.weight_bytes)
-        gate = layer.seconds(layer.product, layer.token_bytes + layer.weight_bytes + layer.packed_bytes)
         # products in int8 take half the time; candidates come on top
-        floor = gate / 2 if strategy == SCREENED else gate
-        floor += layer.seconds(executed if by_tiles else 0, moved, gathered)
-        return {"executed": executed + layer.product, "gathered": gathered, "floor": floor}
+        gate = layer.floor(product, tokens + weight) / (2 if strategy == SCREENED else 1)
+        rows = self.fires.listed if by_tiles else self.fires.nonzeros
+        flop = 4.0 * rows * layer.k * geometry.TOKEN_TILE if by_tiles else 0.0
+        return gate + layer.floor(flop, tokens + 2 * self.fires.fired * layer.k * ITEM, 2.0 * rows * layer.k * ITEM)
 
 
-class Decode:
-    """The tokens around the middle of a workload, and copies of its weights, whose gates exceed the L2 cache."""
-
-    def __init__(self, layer: TimedLayer) -> None:
-        self.layer = layer
-        tokens = min(DECODED, layer.m)
-        middle = max(0, (min(RECORDED, layer.m) - tokens) // 2)
-        self.window = layer.problem.rows(middle, middle + tokens)
-        self.active = layer.fires(self.window.x)
-        # per token
-        self.nnz = float(self.active.sum()) / tokens
-        self.overflowing = float(layer.overflows[middle : middle + tokens].sum()) / tokens
-        # a sparse call reads only some rows of the other two weights: the gates alone must exceed the cache
-        copies = layer.device.copies_for(layer.weight_bytes)
-        self.calls = copies * math.ceil(CALLS / copies)
-        self.weights = [self.window, *(self.window.map(Tensor.clone) for _ in range(copies - 1))]
-
-    def variants(self, m: int) -> list[Variant]:
-        """The variants with ``m`` tokens per call."""
-        parts = len(self.window.x) // m
-        return _Few(self, self.window.x[: parts * m].split(m), parts).variants("decode")
-
-
-class _Few(Forward):
-    """Calls of decode with one number of tokens."""
-
-    def __init__(self, decode: Decode, x: Sequence[Tensor], parts: int) -> None:
-        super().__init__(decode.layer, decode.weights, x, parts, decode.calls, " decode")
-        active = decode.active[: parts * self.m].view(parts, self.m, -1)
-        # per call: non-zeros, neurons that fire, and neurons on the lists of its tiles
-        self.nonzeros = float(active.sum()) / parts
-        self.fired = float(active.any(1).sum()) / parts
-        self.listed = float(tiles_of(active).any(1).sum()) / parts
-
-    def figures(self, strategy: str) -> dict[str, float]:
-        """Operations and bytes of a strategy, and its floor."""
-        layer, dense = self.layer, strategy in ("", "dense")
-        listed = self.listed * geometry.TOKEN_TILE
-        pairs = {"union": listed, SCREENED: listed}.get(strategy, self.nonzeros)
-        pairs, rows = (float(self.m * layer.n), layer.n) if dense else (pairs, self.fired)
-        gate: float = layer.weight_bytes
-        if strategy == SCREENED:
-            # read, and written and read in int8, and at least the rows that fire
-            gate = layer.weight_bytes * (1 + 2 / ITEM) + rows * layer.k * ITEM
-        moved = 2 * self.token_bytes + gate + 2 * rows * layer.k * ITEM
-        # memory traffic bounds the smallest batches
-        floor = layer.seconds(3 * self.product if dense else self.product, moved)
-        return {"executed": self.product + 2 * 2 * pairs * layer.k, "moved": moved, "floor": floor}
+def few_tokens(layer: Layer, tokens: Sequence[int]) -> Iterator[tuple[int, Forward]]:
+    """Calls on the tokens around the middle of a workload, with copies of its weights, whose gates exceed L2."""
+    count = min(DECODED, layer.m)
+    middle = max(0, (min(RECORDED, layer.m) - count) // 2)
+    window = layer.problem.rows(middle, middle + count)
+    active = layer.fires(window.x)
+    # a sparse call reads only some rows of the other two weights: the gates alone must exceed the cache
+    copies = layer.bench.device.copies_for(ITEM * layer.n * layer.k)
+    weights = [window, *(window.map(Tensor.clone) for _ in range(copies - 1))]
+    for m in tokens:
+        parts = count // m
+        of = Firing(*(each / parts for each in firing(active[: parts * m].view(parts, m, -1))))
+        yield m, Forward(layer, weights, window.x[: parts * m].split(m), parts, copies * math.ceil(CALLS / copies), of)
 
 
 class Training:
     """Steps of a layer for one upstream gradient: forward and backward, with the gradients of x and of all weights."""
 
-    def __init__(self, layer: TimedLayer) -> None:
+    def __init__(self, layer: Layer) -> None:
         self.layer, self.problem = layer, layer.problem
-        self.steps = [(op, name) for op in TRAINING if op in layer.options.ops for name in self._strategies(op)]
-        if self.steps:
-            upstream = testing.real_upstream(layer.problem)
-            self.dy = [upstream, *(upstream.clone() for _ in range(layer.copies - 1))]
+        self.copies = layer.bench.device.copies_for(ITEM * layer.m * layer.k)
+        self.x, self.dy = (
+            [each, *(each.clone() for _ in range(self.copies - 1))]
+            for each in (self.problem.x, testing.real_upstream(self.problem))
+        )
 
-    def variants(self) -> list[Variant]:
-        """Dense steps, then the sparse ones; "dense" is also compiled."""
-        if not self.steps:
-            return []
-        found = [self._variant(f"{name} train", self._through(function)) for name, function in self.layer.dense()]
-        for op, requested in self.steps:
-            found.append(self._variant(op, self._by, requested, self._check))
-            if requested == "dense" and self.layer.options.compiled is not None:
-                compiled = self._through(self.layer.compiled_sparse())
-                found.append(self._variant(f"{op} compiled", compiled, requested, self._check))
-        return found
+    def variants(self, op: str, strategies: Sequence[str]) -> Iterator[Variant]:
+        """Dense steps, then the sparse ones; of the sparse path that overflows, one."""
+        for name, function in self.layer.dense.items():
+            yield self.variant(f"{name} train", functools.partial(self.of_dense, function))
+        sparse = "union" if self.layer.fits or op == "train_overflow" else "dense"
+        asked = ["union"] if op == "train_overflow" else strategies
+        for requested in dict.fromkeys(sparse if name in ("row", "union") else name for name in asked):
+            yield self.variant(op, self.of_sparse, requested)
 
-    def _strategies(self, op: str) -> list[str]:
-        """The distinct strategies of training; if the pattern does not fit, the sparse path is ``train_overflow``'s."""
-        if op == "train_overflow":
-            return [] if self.layer.fits else ["union"]
-        sparse = "union" if self.layer.fits else "dense"
-        names = [name for name in self.layer.options.strategies if name != INVARIANT]
-        return list(dict.fromkeys(sparse if name in ("row", "union") else name for name in names))
-
-    def _variant(self, name: str, forward: Callable[[Any], Pass], requested: str = "", check: Any = None) -> Variant:
-        copies = self.layer.copies
-
+    def variant(self, name: str, forward: Callable[[Any], Any], requested: str = "") -> Variant:
         def by(strategy: Any) -> Call:
             one = forward(strategy)
 
             def step(i: int) -> tuple[Tensor, ...]:
-                leaves, y = one(i % copies)
-                return torch.autograd.grad(y, leaves, self.dy[i % copies])
+                leaves, y = one(i % self.copies)
+                return torch.autograd.grad(y, leaves, self.dy[i % self.copies])
 
             return step
 
-        flop, baseline = 9 * self.layer.product, " train" if requested else None
-        return Variant(
-            name, by, copies, requested, check, flop=flop, figures=self._figures, baseline=baseline, forward=forward
-        )
+        def note(row: Row, settled: Settled, errors: dict[str, Comparison]) -> None:
+            note_errors(row, errors)
+            layer, one = self.layer, forward(settled.strategy)
+            # x twice, dy, y and dx; weights twice, and their gradients. Sparse arithmetic is the gate's product alone
+            moved = ITEM * layer.k * (5 * layer.m + 9 * layer.n)
+            products = 9 if settled.strategy in ("", "dense") else 1
+            row["floor_ms"] = layer.floor(products * 2.0 * layer.m * layer.n * layer.k, moved)
+            if not row["red"]:
+                row["kept_bytes"] = layer.bench.device.kept(lambda i: one(i)[1])
+                row["peak_bytes"] = layer.bench.device.peak(settled.now)
 
-    def _figures(self, strategy: str) -> dict[str, float]:
-        layer = self.layer
-        # x twice, dy, y and dx; weights twice, and their gradients. Sparse arithmetic is the gate's product alone
-        moved = 5 * layer.token_bytes + 9 * layer.weight_bytes
-        return {"floor": layer.seconds(layer.product * (9 if strategy in ("", "dense") else 1), moved)}
+        return Variant(name, by, self.copies, requested, self.check if requested else None, note)
 
-    def _through(self, function: Callable[[FFN], Tensor]) -> Callable[[Any], Pass]:
+    def of_dense(self, function: Callable[[FFN], Tensor], strategy: object) -> Any:
         @torch.enable_grad()
         def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
-            leaves = self.problem._replace(x=self.layer.x[i]).map(lambda t: t.detach().requires_grad_())
+            leaves = self.problem._replace(x=self.x[i]).map(lambda t: t.detach().requires_grad_())
             return tuple(leaves.present(gated=True).values()), function(leaves)
 
-        return lambda strategy: forward
+        return forward
 
-    def _by(self, strategy: Any) -> Pass:
-        module = self.layer.module(strategy)
+    def of_sparse(self, strategy: Any) -> Any:
+        module = module_of(self.problem, strategy, **self.layer.form)
         parameters = tuple(module.parameters())
 
         @torch.enable_grad()
         def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
-            x = self.layer.x[i].detach().requires_grad_()
+            x = self.x[i].detach().requires_grad_()
             return (x, *parameters), module(x)
 
         return forward
 
-    def _check(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
+    def check(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
         layer, form, found = self.layer, self.layer.form, dict[str, Comparison]()
         clean = testing.off_kinks(self.problem, threshold=form["threshold"])
         operands = clean._replace(w_down=clean.w_down.t()).present(gated=True) | {"dy": self.dy[0]}
         plain = Case("layer", layer.m, layer.k, layer.n, exact=False, wants="all", strategy=strategy)
-        dtype = next(name for name, each in DTYPES.items() if each == clean.x.dtype)
         # modules have no names that only "auto" chooses
-        own = {"compression": layer.options.compression, "dtype": dtype, "module": "+" not in strategy}
-        plain = plain.replace(**own, **form)
+        plain = plain.replace(module="+" not in strategy, **form)
         for case in (plain, plain.replace(aux=True, l1=True)):
             made = caller(case, operands)()
             gradients = {name: made[name] for name in case.wanted} | {"w_down": made["w_down"].t()}
@@ -368,7 +302,137 @@ class Training:
         return verdict(found)
 
 
-def tiles_of(active: Tensor) -> Tensor:
-    """[..., M, N] as tiles of 128 tokens, the last one padded with False: [tiles, 128, N]."""
-    m, n = active.shape[-2:]
-    return F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, n)
+def note_errors(row: Row, compared: dict[str, Comparison]) -> None:
+    """Put errors into the row; of several tensors those largest relative to dense's."""
+    for kind, said in (("frobenius", "error"), ("worst_row", "worst")) if compared else ():
+        over = [(ratio(getattr(c.ours, kind), getattr(c.dense, kind)), c) for c in compared.values()]
+        row[said], most = max(over, key=lambda each: each[0])
+        row |= {kind: getattr(most.ours, kind), f"dense_{kind}": getattr(most.dense, kind)}
+
+
+# The command
+
+
+def words(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """An argparse type: a comma-separated list of names."""
+
+    def parse_words(text: str) -> list[str]:
+        if wrong := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {wrong[0]!r}")
+        return text.split(",")
+
+    return parse_words
+
+
+def size(most: int) -> Callable[[str], int]:
+    """An argparse type: a size that the sparse kernels take, a multiple of 8 up to ``most``."""
+
+    def parse_size(text: str) -> int:
+        value = at_least(1)(text)
+        if value % 8 or value > most:
+            raise argparse.ArgumentTypeError(f"expected a multiple of 8 up to {most}, got {value}")
+        return value
+
+    return parse_size
+
+
+def counts(text: str) -> list[int]:
+    """An argparse type: a comma-separated list of integers of at least 1."""
+    return [at_least(1)(item) for item in text.split(",")]
+
+
+OPS = ("ffn", "decode", "train", "train_overflow")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("ops", nargs="*", type=words(OPS), default=[["ffn"]], metavar="OP", help="operations (ffn)")
+    add(
+        "-m",
+        "--tokens",
+        nargs="+",
+        type=counts,
+        metavar="M",
+        help=f"numbers of tokens ({SIZES[0]}; {CPU_SIZES[0]} on a CPU)",
+    )
+    add("-k", "--hidden", type=size(specs.K_CLASSES[-1]), metavar="K", help=f"hidden size ({SIZES[1]}; {CPU_SIZES[1]})")
+    add("-n", "--neurons", type=size(geometry.MAX_NEURONS), metavar="N", help=f"neurons ({SIZES[2]}; {CPU_SIZES[2]})")
+    add("--workload", nargs="+", action="extend", metavar="W", help="workloads (all by name)")
+    add("--activation", choices=NAMES, default="relu", help="%(choices)s (%(default)s)")
+    add("--threshold", type=float, default=0.0, metavar="T", help="of fatrelu: what gates must exceed (%(default)s)")
+    add(
+        "--strategy",
+        nargs="+",
+        type=words(plan.STRATEGIES),
+        default=[["auto"]],
+        metavar="S",
+        help=f"{', '.join(plan.STRATEGIES)} (auto)",
+    )
+    add("--screen", action="store_true", help='also "union" with the int8 screen of the gate, as "auto" may run it')
+    add("--m-decode", nargs="+", type=counts, metavar="M", help=f"tokens of decode ({','.join(map(str, FEW))})")
+    add("--compile", choices=COMPILE, help="torch.compile's mode for the dense layer (default; none on a CPU)")
+    add("--no-eager", action="store_true", help="graphs alone, without eager calls of ffn and train")
+    add("--memory", action="store_true", help="peak memory of inference; training always measures it")
+    add_arguments(parser, 3.0)
+
+
+def flat(lists: Sequence[Sequence[Any]] | None) -> list[Any]:
+    """All items, each once."""
+    return list(dict.fromkeys(item for each in lists or () for item in each))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure as asked; the exit status."""
+    swallowed = [text for text in arguments.workload or () if set(text.split(",")) <= set(OPS)]
+    if swallowed:
+        raise RequestError(f"{swallowed[0]} is an operation: expected it before --workload")
+    try:
+        activation_of(arguments.activation, arguments.threshold, True).level(torch.bfloat16)
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+    sources, bench = parse(arguments.workload), Bench(NAME, arguments)
+    on_cpu = bench.device.torch_device.type == "cpu"
+    sizes = CPU_SIZES if on_cpu else SIZES
+    tokens, k, n = flat(arguments.tokens) or [sizes[0]], arguments.hidden or sizes[1], arguments.neurons or sizes[2]
+    decoded = flat(arguments.m_decode) or [m for m in FEW if m <= min(tokens)]
+    ops, strategies = flat(arguments.ops), [*flat(arguments.strategy), *([SCREENED] if arguments.screen else [])]
+    if "decode" in ops and max(decoded) > min(DECODED, *tokens):
+        raise RequestError(f"--m-decode must be from 1 to {min(DECODED, *tokens)}, got {max(decoded)}")
+    if arguments.workload is None:
+        sources = [source for source in sources if source.possible(n)]
+    mode = arguments.compile or ("none" if on_cpu else "default")
+    dense = compiled(mode)
+    bench.given |= {
+        "workload": [source.name for source in sources],
+        "m": tokens,
+        "k": k,
+        "n": n,
+        "ops": ops,
+        "compile": mode,
+    }
+    ways = [GRAPH, *(() if arguments.no_eager else EAGER)]
+
+    def measure(source: Source, m: int) -> None:
+        bench.step(f"{source.name}, M = {m}")
+        problem = source.load(m, k, n, device=bench.device.torch_device, dtype=torch.bfloat16)
+        layer = Layer(problem, bench, dense)
+        base = layer.row(source, layer.m, layer.firing.nonzeros)
+        if "ffn" in ops:
+            copies = bench.device.copies_for(ITEM * layer.m * layer.k)
+            x = [problem.x, *(problem.x.clone() for _ in range(copies - 1))]
+            bench.case(base, [*Forward(layer, [problem], x, 1, copies, layer.firing).variants("ffn", strategies)], ways)
+            del x
+        for op in ("train", "train_overflow"):
+            if op in ops and not (op == "train_overflow" and layer.fits):
+                bench.case(base, [*Training(layer).variants(op, strategies)], ways)
+        for few, forward in few_tokens(layer, decoded) if "decode" in ops else ():
+            row = layer.row(source, few, forward.fires.nonzeros)
+            bench.case(row, [*forward.variants("decode", strategies, " decode")], [GRAPH])
+
+    def work() -> None:
+        for source in sources:
+            for m in tokens:
+                row = {"workload": source.name, "variant": "any", "tokens": m, "k": k, "n": n}
+                bench.guarded(row, functools.partial(measure, source, m))
+
+    return bench.run(work, SHOWN)

@@ -1,10 +1,8 @@
 """``python -m profiling.bench moe``: a layer of routed experts beside grouped products of PyTorch."""
 
 import argparse
-import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from profiling.bench import variants
-from profiling.bench.report import Column
-from profiling.bench.rows import ratio
-from profiling.bench.variants import Session, Variant, Verdict, verdict
+from profiling.harness import Bench, Row, Settled, Variant, Verdict, Way, add_arguments, ratio, verdict
 from twell import float8, testing
 from twell._activation import activation_of
-from twell.commands import timing
 from twell.commands.request import at_least, number_from
 from twell.commands.timing import Call
 from twell.float8 import Float8
@@ -56,45 +50,25 @@ CALLS = 16
 GROUPED = "grouped products"
 
 
-@dataclasses.dataclass
-class Row:
-    """One variant at one number of sequences.
-
-    us: of a call, by the median of CUDA graphs. over_grouped: the time of grouped products over this one. over_copy:
-    that of two or three dense products that read each weight that is touched once, at the rate of a copy, over it.
-    floor_us: the time to read what the variant must, at that rate.
-    """
-
-    shape: str
-    sequences: int
-    firing: float
-    skew: float
-    touched: float
-    variant: str
-    us: float = math.nan
-    over_grouped: float = math.nan
-    over_copy: float = math.nan
-    floor_us: float = math.nan
-    error: float = math.nan
-    red: str = ""
+# us: the median of CUDA graphs. over_grouped: the time of grouped products over it. over_copy: that of two or three
+# dense products that read each weight that is touched once, at the rate of a copy. floor_us: to read what must be.
+GRAPH = Way("graph", "us", "over_grouped", 1e3)
+SHOWN = (
+    "shape",
+    "variant",
+    "sequences",
+    "firing",
+    "skew",
+    "touched",
+    "us",
+    "over_grouped",
+    "over_copy",
+    "floor_us",
+    "error",
+)
 
 
-COLUMNS = [
-    Column("shape", lambda r: r.shape, left=True),
-    Column("variant", lambda r: r.variant, left=True),
-    Column("sequences", lambda r: str(r.sequences), left=True),
-    Column("fires", lambda r: f"{r.firing:.1%}", left=True),
-    Column("skew", lambda r: f"{r.skew:g}", left=True),
-    Column("experts", lambda r: f"{r.touched:.0f}"),
-    Column("us", lambda r: f"{r.us:.1f}"),
-    Column("over grouped", lambda r: f"{r.over_grouped:.2f}"),
-    Column("over copy", lambda r: f"{r.over_copy:.2f}"),
-    Column("of floor", lambda r: f"{r.floor_us / r.us:.0%}"),
-    Column("error", lambda r: f"{r.error:.2f}"),
-]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     add = parser.add_argument
     add("--shapes", nargs="+", choices=SHAPES, default=["nano"], help="(nano)")
@@ -105,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activation", choices=["relu", "relu2"], default="relu2", help="(relu2)")
     add("--weights", nargs="+", choices=("bfloat16", "e4m3"), default=["bfloat16"], help="(bfloat16)")
     add("--strategies", nargs="+", choices=("row", "dense", "auto"), default=["row", "dense", "auto"])
-    variants.add_arguments(parser, 1.0)
+    add_arguments(parser, 1.0)
 
 
 class Layer:
@@ -177,11 +151,19 @@ class Layer:
         rows = sum(int(hidden_of(problem, e)[1].any(0).sum()) for e in problem.expert_ids.unique().tolist())
         return rows * 2.0 * self.shape.k * (self.products - 1)
 
-    def variants(self, problems: Sequence[Mixture], on_gpu: bool) -> Iterator[Variant]:
+    def variants(self, problems: Sequence[Mixture], bench: Bench, touched: float) -> Iterator[Variant]:
         """Grouped products, then calls with weights of each dtype by each strategy."""
-        if on_gpu:
+        once = touched * self.weight_bytes
+        floors = {"dense": once * self.products, "row": once + sum(map(self.fired_bytes, problems)) / len(problems)}
+
+        def floor(name: str, e4m3: bool = False) -> Row:
+            return {
+                "floor_us": floors["dense" if name == "dense" else "row"] / (1 + e4m3) / bench.ceilings.memory * 1e6
+            }
+
+        if bench.device.torch_device.type == "cuda":
             calls = [self.grouped(problem) for problem in problems]
-            yield Variant(GROUPED, lambda _: lambda i: (calls[i](),), len(problems))
+            yield Variant(GROUPED, lambda _: lambda i: (calls[i](),), len(problems), fields=floor("dense"))
         for weights in self.arguments.weights:
             e4m3 = weights == "e4m3"
             right, dense = self.bar(problems[-1], weights)
@@ -189,7 +171,8 @@ class Layer:
             check = functools.partial(self.check, right, dense, self.fired(problems[-1]))
             for strategy in self.arguments.strategies:
                 by = functools.partial(self.sparse, given, strategy)
-                yield Variant(f'{"e4m3 " * e4m3}"{strategy}"', by, len(problems), check=check)
+                name = f'{"e4m3 " * e4m3}"{strategy}"'
+                yield Variant(name, by, len(problems), check=check, note=note_error, fields=floor(strategy, e4m3))
 
     def sparse(self, given: Sequence[Any], strategy: str, _: object) -> Call:
         options: Any = {"activation": self.arguments.activation, "strategy": strategy}
@@ -207,38 +190,24 @@ class Layer:
         return sum(int(hidden_of(problem, e)[1].sum()) for e in problem.expert_ids.unique().tolist())
 
 
+def note_error(row: Row, settled: Settled, errors: dict[str, Comparison]) -> None:
+    row["error"] = ratio(errors["y"].ours.frobenius, errors["y"].dense.frobenius)
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
-    this = Session(NAME, arguments)
+    bench = Bench(NAME, arguments)
 
     def work() -> None:
         for name, firing, skew in itertools.product(arguments.shapes, arguments.firing, arguments.skew):
-            layer = Layer(arguments, SHAPES[name], firing, skew, this.device.torch_device)
+            layer = Layer(arguments, SHAPES[name], firing, skew, bench.device.torch_device)
             for sequences in arguments.sequences:
-                this.add(measured(layer, name, firing, sequences, this))
+                problems = layer.problems(sequences)
+                touched = sum(len(problem.expert_ids.unique()) for problem in problems) / len(problems)
+                base = {"shape": name, "sequences": sequences, "firing": firing, "skew": skew, "touched": touched}
+                rows = bench.case(base, [*layer.variants(problems, bench, touched)], [GRAPH])
+                copy = touched * layer.weight_bytes * layer.products / bench.ceilings.memory * 1e6
+                for row in rows:
+                    row["over_copy"] = None if row.get("us") is None else copy / row["us"]
 
-    return this.run(work, COLUMNS)
-
-
-def measured(layer: Layer, shape: str, firing: float, sequences: int, this: Session) -> list[Row]:
-    """The rows of one number of sequences."""
-    problems, rate = layer.problems(sequences), this.ceilings.memory
-    touched = sum(len(problem.expert_ids.unique()) for problem in problems) / len(problems)
-    once = touched * layer.weight_bytes
-    floors = {"dense": once * layer.products, "row": once + sum(map(layer.fired_bytes, problems)) / len(problems)}
-    chosen = list(layer.variants(problems, this.device.torch_device.type == "cuda"))
-    rows = {each.key: Row(shape, sequences, firing, layer.skew, touched, each.name) for each in chosen}
-
-    def note(row: Row, variant: Variant, settled: object, errors: dict[str, Comparison]) -> None:
-        if errors:
-            row.error = ratio(errors["y"].ours.frobenius, errors["y"].dense.frobenius)
-
-    found = variants.ready(chosen, rows, this.device, note)
-    with torch.inference_mode():
-        times = timing.measure({key: each.recording for key, each in found.items()}, layer.arguments.seconds)
-    variants.fill(rows, times, GROUPED, "us", "over_grouped", 1e3)
-    for name, row in rows.items():
-        bytes_read = floors["dense" if "dense" in name or name == GROUPED else "row"]
-        row.floor_us = bytes_read / (2 if "e4m3" in name else 1) / rate * 1e6
-        row.over_copy = floors["dense"] / rate * 1e6 / row.us
-    return list(rows.values())
+    return bench.run(work, SHOWN)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from profiling.bench.variants import Verdict, verdict
+from profiling.harness import Verdict, verdict
 from twell import testing
 from twell._runtime import geometry
 from twell.testing.comparison import compare_errors, gradient_errors

@@ -1,6 +1,5 @@
 """The values of ``--workload`` and their problems: named, drawn from parameters, or recorded from a model."""
 
-import math
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +10,15 @@ from twell import testing
 from twell.commands.request import RequestError
 from twell.testing import FFN, WORKLOADS, Workload
 
-# Parameters of a drawn workload, and their names in ``testing.Workload``.
-KEYS = {"nnz": "nnz", "skew": "neuron_sigma", "tokens": "token_sigma", "dead": "dead", "topic": "rho"}
-# With a wider spread some draws have more non-zeros than wanted.
-_WIDEST = 3.0
-_BOUNDS = {"skew": _WIDEST, "tokens": _WIDEST, "dead": 1.0, "topic": 1.0}
+# Parameters of a drawn workload: their names in ``testing.Workload``, the most, and what they are. With a wider spread
+# some draws have more non-zeros than wanted.
 EXPLAINED = {
-    "nnz": "mean non-zeros per token",
-    "skew": f"spread of the neurons' popularity, as the sigma of its logarithm; at most {_WIDEST:g}",
-    "tokens": f"the same for tokens; at most {_WIDEST:g}",
-    "dead": "share of neurons that never fire",
-    "topic": "correlation of a token with the topic of its document",
+    "nnz": ("nnz", float("inf"), "mean non-zeros per token"),
+    "skew": ("neuron_sigma", 3.0, "spread of the neurons' popularity, as the sigma of its logarithm"),
+    "tokens": ("token_sigma", 3.0, "the same for tokens"),
+    "dead": ("dead", 1.0, "share of neurons that never fire"),
+    "topic": ("rho", 1.0, "correlation of a token with the topic of its document"),
 }
-
 # Named workloads, fixed before ``Source.load`` adds others.
 NAMED = tuple(WORKLOADS)
 REAL = "real:"
@@ -46,7 +41,12 @@ class Source:
                 return testing.load(self.name, m, real_layers=self.folder, device=device, dtype=dtype)
             except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
                 raise RequestError(f"{self.text} cannot be read: {error}") from None
-        self.check(n)
+        if not self.possible(n):
+            most = n * (1 - self.pattern.dead)
+            raise RequestError(
+                f"{self.name} has {self.pattern.nnz:g} non-zeros per token: expected at most {most:g}, the neurons of "
+                f"{n} that are not dead"
+            )
         # testing draws by name
         WORKLOADS.setdefault(self.name, self.pattern)
         return testing.make(self.name, m, k, n, device=device, dtype=dtype)
@@ -55,25 +55,14 @@ class Source:
         """Whether ``n`` neurons can have so many non-zeros; true for a recorded layer."""
         return self.pattern is None or self.pattern.nnz <= n * (1 - self.pattern.dead)
 
-    def check(self, n: int) -> None:
-        """Raise RequestError unless the workload is possible."""
-        if self.pattern is not None and not self.possible(n):
-            raise RequestError(
-                f"{self.name} has {self.pattern.nnz:g} non-zeros per token: expected at most "
-                f"{n * (1 - self.pattern.dead):g}, the neurons of {n} that are not dead"
-            )
-
 
 def parse(texts: list[str] | None) -> list[Source]:
     """The distinct workloads of a command line; by default all named ones. Raises RequestError for other texts."""
-    found = [source for text in texts or NAMED for source in _sources(text)]
     by_name: dict[str, Source] = {}
-    for source in found:
+    for source in (each for text in texts or NAMED for each in _sources(text)):
         other = by_name.setdefault(source.name, source)
         if (other.folder and other.folder.resolve()) != (source.folder and source.folder.resolve()):
-            raise RequestError(
-                f"{other.text} and {source.text} have the same name, {source.name}: time them in two runs"
-            )
+            raise RequestError(f"{other.text} and {source.text} are both {source.name}: time them in two runs")
     return list(by_name.values())
 
 
@@ -84,42 +73,24 @@ def _sources(text: str) -> list[Source]:
         return [_drawn(text)]
     if text in NAMED:
         return [Source(text, text, WORKLOADS[text])]
+    parameters = ", ".join(f"{key}=" for key in EXPLAINED)
     raise RequestError(
-        f"--workload takes {', '.join(NAMED)}, {REAL}FOLDER[/LAYER] or parameters "
-        f"({', '.join(f'{key}=' for key in KEYS)}), got {text!r}{_hint(text)}"
+        f"--workload takes {', '.join(NAMED)}, {REAL}FOLDER[/LAYER] or parameters ({parameters}), got {text!r}"
     )
 
 
-def _hint(text: str) -> str:
-    """A guess at the intended workload."""
-    if text.startswith("real") and text[4:].isdecimal():
-        return f"; a recorded layer is {REAL}FOLDER/{text[4:]}"
-    if "," in text and all(part in NAMED for part in text.split(",")):
-        return "; several are separated by spaces"
-    if Path(text).is_dir():
-        return f"; recorded layers in a folder are {REAL}{text}"
-    return ""
-
-
 def _recorded(text: str) -> list[Source]:
-    """``real:FOLDER``, all its layers, or ``real:FOLDER/3``, ``.../layer3`` and ``.../layer3.npz``, one of them."""
+    """``real:FOLDER``, all its layers, or ``real:FOLDER/3``, one of them."""
     path = Path(text.removeprefix(REAL)).expanduser()
-    if text == REAL:
-        raise RequestError(f"expected the folder of recorded layers after {REAL}")
-    folder, layer = (path, None) if path.is_dir() else (path.parent, path.name.removesuffix(".npz"))
+    folder, layer = (path, "") if path.is_dir() else (path.parent, path.name)
     names = testing.real_names(folder) if folder.is_dir() else []
-    if layer is not None and not names:
-        missing = folder if not folder.is_dir() else path
-        raise RequestError(f"{text}: there is no folder {missing}")
-    if not names:
-        raise RequestError(f"{text}: expected files layer0.npz, layer1.npz, ... in {folder}, got none")
-    if layer is not None:
-        wanted = f"real{layer.removeprefix('layer').removeprefix('real')}"
-        if wanted not in names:
-            layers = ", ".join(name.removeprefix("real") for name in names)
-            raise RequestError(f"{text}: expected a layer of {folder}, which has {layers}")
-        names = [wanted]
-    return [Source(name, f"{REAL}{folder}/{name.removeprefix('real')}", folder=folder) for name in names]
+    wanted = [name for name in names if layer in ("", name.removeprefix("real"))]
+    if not wanted:
+        found = ", ".join(name.removeprefix("real") for name in names) or "none"
+        raise RequestError(
+            f"{text}: expected layer0.npz, layer1.npz, ... in {folder}, or one of its layers, got {found}"
+        )
+    return [Source(name, f"{REAL}{folder}/{name.removeprefix('real')}", folder=folder) for name in wanted]
 
 
 def _drawn(text: str) -> Source:
@@ -127,28 +98,18 @@ def _drawn(text: str) -> Source:
     values: dict[str, float] = {}
     for item in text.split(","):
         key, _, value = item.partition("=")
-        if key not in KEYS:
-            raise RequestError(f"parameters of a workload are {', '.join(KEYS)}, got {key!r} in {text!r}")
-        if key in values:
-            raise RequestError(f"expected {key} once, got it twice in {text!r}")
-        values[key] = _value(key, value, text)
-    if "nnz" not in values:
-        raise RequestError(f"expected nnz=, the {EXPLAINED['nnz']}, in {text!r}")
+        try:
+            number = float(value)
+        except ValueError:
+            number = -1.0
+        if key not in EXPLAINED or key in values or not 0 <= number <= EXPLAINED[key][1] or number == float("inf"):
+            known = ", ".join(
+                f"{name}=" + (f"0 to {most:g}" if most < 9 else "N") for name, (_, most, _) in EXPLAINED.items()
+            )
+            raise RequestError(f"parameters of a workload are {known}, each once, got {item!r} in {text!r}")
+        values[key] = number
+    if not values.get("nnz"):
+        raise RequestError(f"expected nnz= above 0, the {EXPLAINED['nnz'][2]}, in {text!r}")
     # one name per workload: keys in their order, zeros left out
-    name = ",".join(f"{key}={values[key]:g}" for key in KEYS if values.get(key))
-    return Source(name, name, Workload(**{KEYS[key]: float(f"{value:g}") for key, value in values.items()}))
-
-
-def _value(key: str, text: str, whole: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if key == "nnz":
-        if math.isfinite(value) and value > 0:
-            return value
-        raise RequestError(f"expected a number above 0 after nnz=, got {text!r} in {whole!r}")
-    most = _BOUNDS[key]
-    if not 0 <= value <= most:
-        raise RequestError(f"expected a number from 0 to {most:g} after {key}=, got {text!r} in {whole!r}")
-    return value
+    name = ",".join(f"{key}={values[key]:g}" for key in EXPLAINED if values.get(key))
+    return Source(name, name, Workload(**{EXPLAINED[key][0]: float(f"{value:g}") for key, value in values.items()}))

@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ def markdown(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -
             raise ValueError(f"expected {len(align)} cells, got {len(cells)}: {cells}")
     lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
     return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
+
+
+def pivot(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
+    """A table of cells by line and column."""
+    lines, columns = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
+    rows = [[line, *(cells.get((line, column), "") for column in columns)] for line in lines]
+    return markdown([corner, *columns], "l" + "r" * len(columns), rows)
 
 
 def machine(result: dict[str, Any]) -> str:

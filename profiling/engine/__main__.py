@@ -25,9 +25,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from profiling.bench.report import write_json
 from profiling.engine import mixture, models
 from profiling.engine.one import COMPARED
+from profiling.harness import write_json
 from twell import testing
 
 _EAGER = {"enforce_eager": True}
@@ -248,7 +248,8 @@ def main() -> int:
             what = f"{row.sequences} prompts of {row.prompt}" if row.new == 1 else f"{row.sequences} sequences"
             print(f"{name:12} {what:24} {row.per_s:10,.0f} tokens/s{step}{other}")
     given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out", "text")}
-    write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=found)
+    found_rows = [dataclasses.asdict(row) for row in rows]
+    write_json(arguments.out, found_rows, machine=testing.machine_line(), arguments=given, engines=found)
     return 0 if len(whole) == len(engines) else 1
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from profiling.bench.report import write_json
 from profiling.engine import models
+from profiling.harness import write_json
 from twell import testing
 from twell.commands.request import at_least
 from twell.integrations.transformers import sparsify
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def write() -> None:
         write_json(
             arguments.out,
-            rows,
+            [dataclasses.asdict(row) for row in rows],
             machine=testing.machine_line(device),
             arguments={name: value for name, value in vars(arguments).items() if name not in ("text", "out")},
             attention=stock.config._attn_implementation,

@@ -21,10 +21,10 @@ from torch import Tensor
 
 import twell
 from profiling.bench import workloads
-from profiling.bench.layers import DTYPES, STRATEGIES
-from profiling.bench.variants import SETTLING
+from profiling.harness import SETTLING
 from twell import ops, testing
 from twell._runtime import geometry, nvtx
+from twell.choose import plan
 from twell.commands.request import RequestError, at_least, exit_status, pick_device
 from twell.testing import FFN
 
@@ -112,9 +112,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     own = "recorded layers have their own (default: %(default)s)"
     add("--k", type=at_least(8), default=testing.PAPER_HIDDEN, help=f"hidden size; {own}")
     add("--n", type=at_least(8), default=testing.PAPER_NEURONS, help=f"neurons; {own}")
-    add("--dtype", choices=DTYPES, default="bf16")
     add("--compression", type=int, choices=geometry.COMPRESSIONS, default=8)
-    add("--strategy", choices=STRATEGIES, default="union", help="strategy of whole layers (default: %(default)s)")
+    add("--strategy", choices=plan.STRATEGIES, default="union", help="strategy of whole layers (default: %(default)s)")
     add("--calls", type=at_least(1), default=3, help="recorded calls of each operator (default: %(default)s)")
     add("--warm-up", type=at_least(1), default=3, help="calls before them (default: %(default)s)")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the program out")
@@ -133,7 +132,7 @@ def load(arguments: argparse.Namespace) -> FFN:
     if len(sources) != 1:
         raise RequestError(f"expected one workload, got {', '.join(source.text for source in sources)}")
     sizes = arguments.m, arguments.k, arguments.n
-    return sources[0].load(*sizes, device=arguments.device, dtype=DTYPES[arguments.dtype])
+    return sources[0].load(*sizes, device=arguments.device, dtype=torch.bfloat16)
 
 
 def record(calls: dict[str, Call], times: int, on_gpu: bool) -> None:

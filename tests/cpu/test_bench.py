@@ -1,9 +1,8 @@
-"""``profiling.bench`` on the CPU operators: what it times, what it refuses, what it prints and writes."""
+"""``profiling.bench`` on the CPU operators: what each bench times, and that only right results have a time."""
 
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,33 +11,59 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling.bench import cli, main, report
-from profiling.bench.energy import Energy
-from profiling.bench.layers import OPS, Decode, Options, TimedLayer
-from profiling.bench.protocol import Ceilings, Device
-from profiling.bench.report import Progress
-from profiling.bench.rows import LayerRow
-from profiling.bench.runner import Job, Runner
-from profiling.bench.workloads import parse
+from profiling import figures, float8, harness, readme
+from profiling.bench import decode, host, layers, main, sae_problem
+from profiling.bench.float8 import Weights
+from profiling.bench.layers import OPS
+from profiling.device import Ceilings, Device
+from profiling.harness import Variant, Way
 from tests.cpu.test_bench_workloads import write_layer
 from twell import testing
 from twell.commands import timing
-from twell.commands.timing import Call, measure
+from twell.commands.timing import Call
 from twell.nn import SparseFFN
-from twell.testing.experts import draw_experts, hidden_of
+from twell.testing import operands
+from twell.testing.operands import largest
 
-TINY = ["-m", "64", "-k", "64", "-n", "264", "--device", "cpu", "--seconds", "0.001"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+TINY = ["-m", "64", "-k", "64", "-n", "264"]
 WORKLOAD = "nnz=9,skew=0.5"
+# words of each bench, small
+BENCHES = {
+    "ffn": ["ffn,train,decode", *TINY, "--workload", "topic29", "--m-decode", "1,8", "--memory"],
+    "moe": ["moe", "--shapes", "tiny", "--sequences", "1", "9", "--weights", "bfloat16", "e4m3"],
+    "float8": ["float8", "--m", "3", "130", "--k", "64", "--n", "160"],
+    "sae": ["sae", "--hidden", "64", "--neurons", "256", "--tokens", "300", "--nonzeros", "8", "--top-k", "8"],
+    "decode": ["decode", "--m", "1", "16"],
+    "host": ["host"],
+    "adapters": ["adapters", "--m", "64", "--k", "64", "--n", "264", "--workload", "nnz=9", "--no-compile"],
+    "portable": ["portable", "--m", "130", "--sizes", "64", "264", "--workload", "nnz=9"],
+}
+# the variants of each bench, in order, of its first case
+VARIANTS = {
+    "ffn": ["dense eager", "ffn"],
+    "moe": ['"row"', '"dense"', '"auto"', 'e4m3 "row"', 'e4m3 "dense"', 'e4m3 "auto"'],
+    "float8": ["dense fp8, one product", "dense fp8, two products", "bfloat16 dense", '"row"', '"union"', '"dense"'],
+    "sae": ["dense eager", '"row"', '"union"', '"auto"', '"union+screen"'],
+    "host": ["dense", "auto", "row", "union", "function"],
+}
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the workloads that a test draws, and replay as few times as possible."""
+    """Forget the workloads that a test draws, replay as few times as possible, and make layers small."""
     for name in [name for name in testing.WORKLOADS if "=" in name]:
         monkeypatch.delitem(testing.WORKLOADS, name)
     monkeypatch.setattr(timing, "WARM_ROUNDS", 1)
     monkeypatch.setattr(timing, "LEAST_ROUNDS", 2)
-    monkeypatch.setattr("profiling.bench.layers.CALLS", 2)
+    monkeypatch.setattr(layers, "CALLS", 2)
+    monkeypatch.setattr(decode, "LAYERS", ((64, 256, False), (64, 256, True)))
+    small: dict[str, Any] = {"HIDDEN": 64, "NEURONS": 264, "FEW": 8}
+    small["HOST_CALLS"] = ((host.FORWARD, 16), (host.ONE_THREAD, 32), (host.STEP, 32))
+    small["LAYERS"] = {True: (((64, 264),), (1, 8, 16)), False: (((32, 264),), (8,))}
+    for name, value in small.items():
+        monkeypatch.setattr(host, name, value)
 
 
 class Result(NamedTuple):
@@ -53,10 +78,10 @@ class Result(NamedTuple):
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
     """Return a function that runs the command and reads its output. Later options win."""
 
-    def run(ops: str, *words: str) -> Result:
+    def run(*words: str) -> Result:
         path = tmp_path / "out.json"
         path.unlink(missing_ok=True)
-        code = main([ops, *TINY, *words, "--json", str(path)])
+        code = main([*words, "--device", "cpu", "--seconds", "0.001", "--out", str(path)])
         captured = capsys.readouterr()
         data = json.loads(path.read_text()) if path.exists() else {"rows": []}
         return Result(code, data["rows"], data, captured.out, captured.err)
@@ -64,36 +89,115 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., R
     return run
 
 
-def test_every_op_has_checked_and_timed_rows(bench: Callable[..., Result]) -> None:
-    result = bench(",".join(OPS), "--workload", WORKLOAD, "--strategy", "row,union,dense,auto", "--m-decode", "1,8")
+def time_of(row: dict[str, Any]) -> Any:
+    return row.get("ms") or row.get("us") or row.get("host_us") or row.get("queued_ms")
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_has_checked_and_timed_rows(name: str, bench: Callable[..., Result]) -> None:
+    found = bench(*BENCHES[name])
+    assert (found.code, [row["red"] for row in found.rows if row["red"]]) == (0, []), found.out
+    assert found.data["machine"] == testing.machine_line("cpu")
+    assert found.data["machine"] in found.out
+    assert found.data["complete"] is True
+    for row in found.rows:
+        times = time_of(row)
+        assert all(each > 0 for each in (times.values() if isinstance(times, dict) else [times]))
+    if name in VARIANTS:
+        names = [row.get("variant", row.get("layer")) for row in found.rows]
+        assert names[: len(VARIANTS[name])] == VARIANTS[name]
+
+
+# the tables of each bench, and the files that they are made of
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
+    "moe": (("experts",), readme.experts),
+    "sae": (("sae",), readme.autoencoders),
+    "decode": (("decode",), figures.few_by_share),
+    "host": (("host",), figures.host_times),
+    "adapters": (("adapters",), readme.adapted),
+    "portable": (("portable",), readme.portable_calls),
+    "float8": (("float8",), lambda: float8.speed(figures.result("float8"))),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_are_made_of_the_rows(name: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fields of files that were published are those of new ones."""
+    words = {"moe": [*BENCHES["moe"][:-3], "--weights", "bfloat16"], "host": ["host"]}.get(name, BENCHES[name])
+    data = bench(*words).data
+    if name == "moe":
+        # grouped products need a GPU
+        data["rows"] += [{**row, "variant": "grouped products"} for row in data["rows"] if row["variant"] == '"auto"']
+        for row in data["rows"]:
+            row["over_grouped"] = 1.0
+    if name == "sae":
+        for row in data["rows"]:
+            row["peak_bytes"] = 1
+        data["rows"] += [
+            {**row, "variant": "dense compiled"} for row in data["rows"] if row["variant"] == "dense eager"
+        ]
+    monkeypatch.setattr(figures, "result", lambda name: data)
+    monkeypatch.setattr(readme, "result", lambda name: data)
+    monkeypatch.setattr(figures, "HOST_LAYERS", ((64, 264),))
+    lines = TABLES[name][1]().splitlines()
+    assert len([line for line in lines if line.startswith("| ")]) >= 2
+
+
+def test_layers_by_every_strategy(bench: Callable[..., Result]) -> None:
+    words = ("--workload", WORKLOAD, "--strategy", "row,union,dense,auto", "--m-decode", "1,8", "--screen")
+    result = bench(",".join(OPS), *TINY, *words)
     assert result.code == 0, result.out
     for row in result.rows:
         assert row["p10_ms"] <= row["ms"] <= row["p90_ms"]
-        assert row["tflops"] > 0
-        # a CPU has no ceilings that mean anything: floors were 3,044 % of the time
-        assert row["floor_ms"] is None
-        assert row["red"] == ""
+        assert row["floor_ms"] > 0
         # eager calls of the whole layer alone, beside dense's
-        assert [bool(row[f"{way}_ms"]) for way in ("queued", "waited")] == ["decode" not in row["variant"]] * 2
-        for way in ("queued", "waited"):
-            assert bool(row[f"{way}_speedup"]) == (row["variant"] in ("ffn", "train"))
-        assert (row["k"], row["n"], row["m"], row["dtype"], row["compression"]) == (64, 264, 64, "bf16", 8)
-        assert row["workload"] == WORKLOAD
+        assert [bool(row.get(f"{way}_ms")) for way in ("queued", "waited")] == ["decode" not in row["variant"]] * 2
+        assert (row["k"], row["n"], row["m"], row["workload"]) == (64, 264, 64, WORKLOAD)
     ours = [row for row in result.rows if row["variant"] in OPS]
     for row in ours:
         assert row["frobenius"] <= 1.1 * row["dense_frobenius"]
         assert row["speedup_dense"] > 0
-        assert row["faster_dense"] == "eager"
+        assert row["faster_dense"].startswith("dense eager")
     ran = {(row["variant"], row["tokens"], row["requested"], row["strategy"]) for row in ours}
-    named = {("row", "row"), ("union", "union"), ("dense", "dense"), ("auto", "dense")}
+    named = {
+        ("row", "row"),
+        ("union", "union"),
+        ("dense", "dense"),
+        ("auto", "dense"),
+        ("union+screen", "union+screen"),
+    }
     # "row" and "union" train alike; the pattern fits, so nothing overflows
     steps = {("train", 64, *each) for each in named - {("row", "row")}}
     assert ran == {(op, m, *each) for op, m in (("ffn", 64), ("decode", 1), ("decode", 8)) for each in named} | steps
-    assert result.data["machine"] == testing.machine_line("cpu")
-    assert result.data["machine"] in result.out
-    assert result.data["complete"] is True
-    assert result.data["ceilings"].keys() == {"tflops", "memory_tbs", "l2_tbs_assumed"}
     assert (result.data["arguments"]["workload"], result.data["arguments"]["ops"]) == ([WORKLOAD], list(OPS))
+    assert result.data["ceilings"].keys() == {"tflops", "memory_tbs"}
+
+
+def test_what_does_not_fit_trains_dense_and_by_overflow(bench: Callable[..., Result]) -> None:
+    words = ("--workload", "nnz=200", "--strategy", "row,auto", "-k", "32", "-n", "256", "-m", "512")
+    result = bench("train,train_overflow", *words)
+    ran = [(row["variant"], row["requested"], row["strategy"]) for row in result.rows]
+    assert ("train", "dense", "dense") in ran
+    assert ("train_overflow", "union", "union") in ran
+    assert not [row for row in result.rows if row["red"]]
+    # and what fits has nothing that overflows
+    assert bench("train_overflow", *TINY, "--workload", WORKLOAD).rows == []
+
+
+def test_a_recorded_layer_is_timed_with_its_own_sizes(bench: Callable[..., Result], tmp_path: Path) -> None:
+    write_layer(tmp_path, 5)
+    result = bench("ffn", "--workload", f"real:{tmp_path}", "--tokens", "16,130", "24")
+    assert {(row["workload"], row["k"], row["n"]) for row in result.rows} == {("real5", 16, 24)}
+    assert {row["tokens"] for row in result.rows} == {16, 130, 24}
+    assert result.data["arguments"]["m"] == [16, 130, 24]
+
+
+# Wrong results
+
+
+def assert_no_speed(row: dict[str, Any]) -> None:
+    names = ("ms", "us", "speedup_dense", "queued_ms", "waited_ms", "queued_speedup", "samples")
+    assert {name: row[name] for name in names if row.get(name) is not None} == {}
 
 
 def test_what_eager_calls_run_instead_is_checked(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,55 +211,11 @@ def test_what_eager_calls_run_instead_is_checked(bench: Callable[..., Result], m
         return forward(layer, x) * (1 + 2 * (layer.strategy == "union"))
 
     monkeypatch.setattr(SparseFFN, "forward", wrong)
-    (ours,) = (row for row in bench("ffn", "--workload", WORKLOAD).rows if row["variant"] == "ffn")
+    (ours,) = (row for row in bench("ffn", *TINY, "--workload", WORKLOAD).rows if row["variant"] == "ffn")
     assert (ours["strategy"], ours["eager_strategy"]) == ("row", "union")
-    # checked by both strategies
     assert {"row", "union"} <= {each for each in ran if isinstance(each, str)}
     assert ours["red"].endswith("times dense")
     assert_no_speed(ours)
-
-
-def test_flags_time_the_screen_and_invariant_rows(bench: Callable[..., Result]) -> None:
-    flags = ("--strategy", "row,union", "--screen", "--invariant", "--no-eager")
-    result = bench("ffn,decode,train", "-m", "64", "--workload", WORKLOAD, *flags, "--m-decode", "1,32")
-    assert result.code == 0, result.out
-    assert all(row["queued_ms"] is row["waited_ms"] is None for row in result.rows)
-    layers = {row["strategy"] for row in result.rows if row["variant"] == "ffn"}
-    assert layers == {"row", "union", "union+screen", "row+invariant"}
-    rows = {(row["strategy"], row["tokens"]): row for row in result.rows if row["variant"] == "decode"}
-    assert all(row["red"] == "" for row in rows.values())
-    assert {name for name, _ in rows} == {"row", "union", "union+screen", "row+invariant"}
-    for m in (1, 32):
-        moved, flop = (
-            {name: rows[name, m][figure] * rows[name, m]["ms"] for name in ("row", "union", "union+screen")}
-            for figure in ("memory_gbs", "executed_tflops")
-        )
-        # an int8 gate of 264 x 64 is written and read
-        assert moved["union+screen"] > moved["union"] + 2 * 264 * 64 * 1e-6
-        assert flop["union+screen"] == pytest.approx(flop["union"])
-        assert flop["row"] < flop["union"]
-    # training gives no invariant bits
-    assert {row["strategy"] for row in result.rows if row["variant"] == "train"} == {"union", "union+screen"}
-
-
-def test_a_recorded_layer_is_timed_with_its_own_sizes(bench: Callable[..., Result], tmp_path: Path) -> None:
-    write_layer(tmp_path, 5)
-    words = ("--tokens", "16,130", "24", "--dtype", "fp16", "--compression", "4")
-    result = bench("ffn", "--workload", f"real:{tmp_path}", *words)
-    sizes = {(row["workload"], row["k"], row["n"], row["dtype"], row["compression"]) for row in result.rows}
-    assert sizes == {("real5", 16, 24, "fp16", 4)}
-    assert {row["tokens"] for row in result.rows} == {16, 130, 24}
-    assert result.data["arguments"]["m"] == [16, 130, 24]
-
-
-# Wrong results
-
-
-def assert_no_speed(row: dict[str, Any]) -> None:
-    names = "ms p10_ms p90_ms tflops executed_tflops l2_gather_gbs memory_gbs floor_share"
-    names += " speedup_dense energy_mj queued_ms waited_ms queued_speedup"
-    assert {name: row[name] for name in names.split() if row[name] is not None} == {}
-    assert row["samples"] == 0
 
 
 def test_a_wrong_result_or_gradient_is_red_and_has_no_time(
@@ -171,7 +231,8 @@ def test_a_wrong_result_or_gradient_is_red_and_has_no_time(
         return y
 
     monkeypatch.setattr(SparseFFN, "forward", wrong_forward)
-    result = bench("ffn,decode,train", "--workload", WORKLOAD, "--strategy", "row,union", "--m-decode", "4")
+    words = ("--workload", WORKLOAD, "--strategy", "row,union", "--m-decode", "4")
+    result = bench("ffn,decode,train", *TINY, *words)
     assert result.code == 1
     reds = {row["variant"]: row for row in result.rows if row["red"]}
     assert reds.keys() == {"ffn", "decode", "train"}
@@ -184,20 +245,18 @@ def test_a_wrong_result_or_gradient_is_red_and_has_no_time(
         assert_no_speed(row)
     assert all(row["ms"] for row in result.rows if not row["red"])
     assert f"3 of {len(result.rows)} rows are red" in result.err
-    lines = [line for line in result.out.splitlines() if "RED" in line]
-    assert len(lines) == 3
-    assert all(" ms" not in line and " us" not in line for line in lines)
+    assert len([line for line in result.out.splitlines() if "RED" in line]) == 3
 
 
 def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """A dense layer that torch.compile compiles is checked like the sparse ones."""
     dense = testing.dense_output
-    monkeypatch.setattr(cli, "_compiled", lambda mode: lambda p, **form: 1.05 * dense(p, **form))
-    result = bench("ffn", "--workload", WORKLOAD)
+    monkeypatch.setattr(layers, "compiled", lambda mode: lambda p, **form: 1.05 * dense(p, **form))
+    result = bench("ffn", *TINY, "--workload", WORKLOAD)
     assert result.code == 1
     assert {row["variant"] for row in result.rows if row["red"]} == {"dense compiled"}
     (ours,) = (row for row in result.rows if row["variant"] == "ffn")
-    assert ours["faster_dense"] == "eager"
+    assert ours["faster_dense"] == "dense eager"
 
 
 def test_a_replay_with_other_bits_is_red(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +270,7 @@ def test_a_replay_with_other_bits_is_red(bench: Callable[..., Result], monkeypat
         return y
 
     monkeypatch.setattr(SparseFFN, "forward", drifting)
-    result = bench("ffn", "--workload", WORKLOAD, "--strategy", "row")
+    result = bench("ffn", *TINY, "--workload", WORKLOAD, "--strategy", "row")
     assert [row["red"] for row in result.rows] == ["", "a replayed recording gives other bits"]
 
 
@@ -224,14 +283,14 @@ def raising(error: BaseException) -> Callable[..., Any]:
 
 def test_a_fault_while_timing_costs_all_times(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """The culprit is unknown, in the second kind of eager calls, too."""
-    calls = []
+    calls, measure = [], harness.measure
 
-    def last(*recordings: Any) -> Any:
+    def last(recordings: Any, *rest: Any) -> Any:
         calls.append(recordings)
-        return measure(*recordings) if len(calls) < 3 else raising(RuntimeError("an illegal memory access"))()
+        return measure(recordings, *rest) if len(calls) < 3 else raising(RuntimeError("an illegal memory access"))()
 
-    monkeypatch.setattr("profiling.bench.runner.measure", last)
-    result = bench("ffn", "--workload", WORKLOAD, "--strategy", "row")
+    monkeypatch.setattr(harness, "measure", last)
+    result = bench("ffn", *TINY, "--workload", WORKLOAD, "--strategy", "row")
     assert [row["red"] for row in result.rows] == ["RuntimeError: an illegal memory access"] * 2
     for row in result.rows:
         assert_no_speed(row)
@@ -248,53 +307,14 @@ def test_an_error_is_red_and_the_others_go_on(bench: Callable[..., Result], monk
 
     monkeypatch.setattr(testing, "make", fails)
     monkeypatch.setattr(SparseFFN, "forward", raising(NotImplementedError("no\nsuch   kernel")))
-    result = bench("ffn", "--workload", "nnz=7", "nnz=8", "--strategy", "row,auto")
+    result = bench("ffn", *TINY, "--workload", "nnz=7", "nnz=8", "--strategy", "row,auto")
     assert result.code == 1
     first, *others = result.rows
     assert (first["workload"], first["variant"], first["tokens"]) == ("nnz=7", "any", 64)
     assert first["red"] == "OutOfMemoryError: out of memory"
-    assert {row["workload"] for row in others} == {"nnz=8"}
     reds = {row["requested"]: row["red"] for row in others if row["red"]}
     assert reds == dict.fromkeys(("row", "auto"), "NotImplementedError: no such kernel")
     assert [bool(row["ms"]) for row in others] == [not row["red"] for row in others]
-    assert not all(row["red"] for row in others)
-
-
-def test_what_does_not_fit_trains_dense_and_by_overflow(bench: Callable[..., Result]) -> None:
-    words = ("--workload", "nnz=200", "--strategy", "row,auto", "-k", "32", "-n", "256", "-m", "512")
-    result = bench("train,train_overflow", *words)
-    ran = [(row["variant"], row["requested"], row["strategy"]) for row in result.rows]
-    assert ("train", "dense", "dense") in ran
-    assert ("train_overflow", "union", "union") in ran
-    assert not [row for row in result.rows if row["red"]]
-    # and what fits has nothing that overflows
-    assert bench("train_overflow", "--workload", WORKLOAD).out.startswith("nothing to time")
-
-
-# torch.compile
-
-
-def test_decode_has_the_compiled_dense_layer_by_the_mode_asked_for(
-    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    modes, called = [], []
-
-    def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        modes.append((function, options["mode"]))
-        return lambda *operands, **more: called.append(function) or function(*operands, **more)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    mode = "max-autotune-no-cudagraphs"
-    words = ("--workload", WORKLOAD, "--m-decode", "4", "--strategy", "row", "--compile", mode)
-    result = bench("decode", *words)
-    assert result.code == 0
-    assert modes == [(testing.dense_output, mode)]
-    assert set(called) == {testing.dense_output}
-    variants = [row["variant"] for row in result.rows]
-    assert variants == ["dense eager decode", "dense compiled decode", "decode"]
-
-
-# Ctrl-C, memory and energy
 
 
 def test_ctrl_c_leaves_what_was_measured(
@@ -308,7 +328,7 @@ def test_ctrl_c_leaves_what_was_measured(
         return make(name, *rest, **options)
 
     monkeypatch.setattr(testing, "make", interrupted)
-    result = bench("ffn", "--workload", "nnz=7", "nnz=8", "nnz=9")
+    result = bench("ffn", *TINY, "--workload", "nnz=7", "nnz=8", "nnz=9")
     assert result.code == 130
     assert {row["workload"] for row in result.rows} == {"nnz=7"}
     assert result.data["complete"] is False
@@ -317,8 +337,50 @@ def test_ctrl_c_leaves_what_was_measured(
     # an interrupt before the first measurement leaves an older file alone
     path = tmp_path / "old.json"
     path.write_text("old")
-    assert main(["ffn", "--workload", "nnz=8", *TINY, "--json", str(path)]) == 130
+    assert main(["ffn", "--workload", "nnz=8", *TINY, "--device", "cpu", "--json", str(path)]) == 130
     assert path.read_text() == "old"
+
+
+def test_a_file_that_cannot_be_written_costs_no_measurement(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("twell._files.write_text", full)
+    result = bench("ffn", *TINY, "--workload", "nnz=7", "nnz=9")
+    assert result.code == 2
+    # said once
+    assert result.err.count("out.json cannot be written: no space left") == 1
+    assert " nnz=9 " in result.out
+
+
+def test_files_are_json(tmp_path: Path) -> None:
+    harness.write_json(tmp_path / "x.json", [{"ms": math.inf, "us": {"a": math.nan}}], machine="m")
+    text = (tmp_path / "x.json").read_text()
+    rows = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["rows"]
+    assert rows == [{"ms": None, "us": {"a": None}}]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ffn", "--workload", "ffn"], "ffn is an operation: expected it before --workload"),
+        (["decode,ffn", *TINY, "--m-decode", "65"], "--m-decode must be from 1 to 64, got 65"),
+        (["ffn", "--activation", "fatrelu", "--threshold", "-1"], "threshold"),
+        (["ffn", "--out", "."], "is a folder: expected the name of a file"),
+        (["model"], "expected either the folder of a model or --config, got neither"),
+        (["model", "--config", "0.5B", "--text", "x"], "--text is for MODEL"),
+        (["model", "--config", "0.5B", "--nnz", "1", "2"], "--nnz: expected one value or one for each of 1"),
+        (["model", "--config", "0.5B", "--compile", "no"], "--compile must be one of none, "),
+    ],
+)
+def test_requests_that_cannot_be_met(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--device", "cpu"]) == 2
+    assert said in capsys.readouterr().err
+
+
+# Memory, copies and eager calls
 
 
 class Known(Device):
@@ -331,127 +393,144 @@ class Known(Device):
         return 1024
 
 
-class Meter:
-    """Ten calls take a joule each, those of dense two; a tenth is idle power."""
-
-    def __init__(self) -> None:
-        self.asked: list[float] = []
-
-    def measure(self, call: Callable[[], None], seconds: float) -> Energy:
-        self.asked.append(seconds)
-        for _ in range(10):
-            call()
-        joules = 20.0 if len(self.asked) == 1 else 10.0
-        return Energy(joules, seconds, 10, 0.1 * joules)
-
-
-@torch.no_grad()
-def run(options: Options, meter: Any = None) -> list[LayerRow]:
-    (source,) = parse([WORKLOAD])
-    this = Runner(options, Known(), Ceilings(1e12, 1e11, 1e12), Progress("test"), meter)
-    return [row for group in this.run(Job(source, 64, 64, 264, "bf16")) for row in group]
-
-
 @pytest.mark.parametrize("memory", [False, True])
-def test_memory_is_measured_for_training_and_on_request(memory: bool) -> None:
-    found = run(Options(OPS, decoded=(2,), memory=memory, seconds=1e-3))
+def test_memory_is_measured_for_training_and_on_request(
+    memory: bool, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "Device", Known)
+    words = [*TINY, "--workload", WORKLOAD, "--m-decode", "2", *(["--memory"] if memory else [])]
+    found = bench("ffn,decode,train", *words).rows
     steps = {"train", "dense eager train"}
-    assert {row.variant for row in found if row.kept_bytes == 1024} == steps
-    assert {row.variant for row in found if row.peak_bytes == 4096} == ({r.variant for r in found} if memory else steps)
-
-
-def test_energy_is_of_a_token_beside_dense(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    meter = Meter()
-    options = Options(("ffn",), seconds=1e-3, energy_seconds=2.5)
-    dense, ours = run(options, meter)
-    assert (dense.variant, ours.variant) == ("dense eager", "ffn")
-    assert meter.asked == [2.5] * 2
-    # ten replays of two copies of 64 tokens
-    assert dense.energy_mj == pytest.approx(20e3 / (10 * 2 * 64))
-    assert ours.energy_mj == pytest.approx(10e3 / (10 * 2 * 64))
-    assert ours.idle_mj == pytest.approx(1e3 / (10 * 2 * 64))
-    assert ours.energy_dense == pytest.approx(2.0)
-    # times survive a meter that fails
-    monkeypatch.setattr(Meter, "measure", raising(OSError("the driver went away")))
-    dense, ours = run(options, meter)
-    assert dense.ms
-    assert ours.energy_mj is None
-    assert "energy of dense eager cannot be measured: OSError: the driver went away" in caplog.text
+    assert {row["variant"] for row in found if row.get("kept_bytes") == 1024} == steps
+    peaks = {row["variant"] for row in found if row.get("peak_bytes") == 4096}
+    assert peaks == ({row["variant"] for row in found} if memory else steps)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("cache", [0, 1_000_000])
 def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cache: int) -> None:
     """A sparse call reads the gate's weight and a few rows of the others."""
-    monkeypatch.setattr("profiling.bench.layers.CALLS", 32)
+    monkeypatch.setattr(layers, "CALLS", 32)
 
     class Cached(Device):
         def copies_for(self, bytes_each: int) -> int:
             return timing.copies_for(bytes_each, cache)
 
+    given = {"activation": "relu", "threshold": 0.0, "memory": False}
+    stand_in: Any = SimpleNamespace(given=given, device=Cached(), ceilings=Ceilings(1e12, 1e11))
     problem = testing.pattern_problem(torch.ones(64, 64, dtype=torch.int64), 64)
-    decode = Decode(TimedLayer(problem, Options(("decode",)), Cached(), Ceilings(1e12, 1e11, 1e12)))
-    gates = [weights.w_gate for weights in decode.weights]
+    ((_, forward),) = layers.few_tokens(layers.Layer(problem, stand_in, None), [8])
+    gates = [weights.w_gate for weights in forward.weights]
     assert len({gate.data_ptr() for gate in gates}) == len(gates)
     assert sum(gate.numel() * gate.element_size() for gate in gates) >= 2 * cache
-    for variant in decode.variants(8):
+    for variant in forward.variants("decode", ["row"]):
         assert variant.copies >= 32
         # each copy is visited as often as the others
         assert variant.copies % len(gates) == 0
 
 
-# Experts
-
-
-def test_rows_of_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "a.json"
-    sizes = ["--shapes", "tiny", "--sequences", "1", "9", "--skew", "0", "1.5", "--seconds", "0.01"]
-    assert main(["moe", *sizes, "--device", "cpu", "--json", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert [(row["variant"], row["sequences"], row["skew"]) for row in found["rows"]][:3] == [
-        ('"row"', 1, 0.0),
-        ('"dense"', 1, 0.0),
-        ('"auto"', 1, 0.0),
-    ]
-    assert len(found["rows"]) == 12
-    assert all(row["us"] > 0 and row["error"] < 1.5 for row in found["rows"])
-    assert "over copy" in capsys.readouterr().out
-
-
-def test_draws_of_experts_fire_and_route_as_asked() -> None:
-    problem = draw_experts(400, 64, 256, 8, 2, firing=0.1, skew=1.0)
-    shares = [float(hidden_of(problem, expert)[1].float().mean()) for expert in range(4)]
-    assert all(0.07 < share < 0.13 for share in shares)
-    counts = torch.bincount(problem.expert_ids.flatten(), minlength=8)
-    assert counts[0] > 2 * counts[7]
-    assert all(len(set(ids)) == 2 for ids in problem.expert_ids.tolist())
-
-
-# Files
-
-
-@dataclass
-class Timed:
-    name: str
-    ms: float | None = None
-    red: str = ""
-
-
-def test_a_file_that_cannot_be_written_costs_no_measurement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("what", [host.STEP, host.ONE_THREAD])
+def test_a_step_has_all_gradients_and_leaves_none(
+    what: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path, text: str) -> None:
-        raise OSError("no space left")
+    """In "one thread" autograd runs without its own."""
+    threads, found = [], []
+    plain = host.Dense.forward
 
-    run = report.Run("bench", tmp_path / "x.json", lambda: {"machine": "m", "arguments": {}})
-    with monkeypatch.context() as patched:
-        patched.setattr("twell._files.write_text", full)
-        run.add([Timed("a", 1.0)])
-        run.measure(lambda: run.add([Timed("b", 2.0)]))
-    # said once
-    assert capsys.readouterr().err.count("x.json cannot be written: no space left") == 1
-    assert run.status() == 2
-    run.add([Timed("c", math.inf, red="wrong")])
-    text = (tmp_path / "x.json").read_text()
-    rows = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["rows"]
-    assert (run.status(), len(rows), rows[-1]) == (1, 3, {"name": "c", "ms": None, "red": "wrong"})
+    def watched(layer: host.Dense, x: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            threads.append(torch.autograd.is_multithreading_enabled())
+            for tensor in (x, *layer.parameters()):
+                assert tensor.grad is None
+                tensor.register_post_accumulate_grad_hook(lambda t: found.append(tuple(t.shape)))
+        return plain(layer, x)
+
+    monkeypatch.setattr(host.Dense, "forward", watched)
+    monkeypatch.setattr(host, "HOST_CALLS", ((what, 16),))
+    assert bench("host", "--parts", "host").code == 0
+    assert set(threads) == {what == host.STEP}
+    assert torch.autograd.is_multithreading_enabled()
+    assert set(found) == {(16, 64), (264, 64), (64, 264)}
+
+
+def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that becomes twice as slow in its last turns does not count as a slower layer."""
+    times = {"dense": [1.0, 1.0, 2.0, 2.0, 2.0], "ours": [0.5, 0.5, 0.5, 1.0, 1.0]}
+    monkeypatch.setattr(harness, "measure", lambda recordings, *rest: times)
+    variants = [Variant(name, lambda _: lambda i: (torch.zeros(1),), 1) for name in times]
+    _, ours = harness.timed({}, variants, [Way("queued", "ms", "over")], Device(), 1.0)
+    assert (ours["ms"], ours["over"]) == (0.5, 2.0)
+
+
+# e4m3 and autoencoders
+
+
+def test_dense_products_copy_no_weight() -> None:
+    """A copy at each call would make the baseline slow."""
+    layer = Weights(testing.load("topic29", m=8, k=64, n=160, device=CPU))
+    assert all(record.values.is_contiguous() for record in (layer.gate, layer.up, layer.stored))
+    assert layer.both[0].is_contiguous()
+    # as kernels read it
+    assert layer.down.values.t().is_contiguous()
+
+
+def test_a_wrong_layer_in_e4m3_has_no_time(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Weights.sparse
+    monkeypatch.setattr(Weights, "sparse", lambda self, x, strategy: right(self, x, strategy) * 1.2)
+    monkeypatch.setattr(Weights, "wide", lambda self, x, strategy: 1 / 0)
+    found = bench("float8", "--m", "16", "--k", "64", "--n", "160")
+    assert found.code == 1
+    rows = {row["variant"]: row for row in found.rows}
+    assert_no_speed(rows['"row"'])
+    assert rows['"row"']["red"].startswith("y: error 2")
+    assert rows['bfloat16 "row"']["red"].startswith("ZeroDivisionError")
+    assert rows["bfloat16 dense"]["us"] > 0
+
+
+@pytest.mark.parametrize("pattern", sae_problem.PATTERNS)
+@pytest.mark.parametrize("wrong", range(5), ids=["y", *sae_problem.PARAMETERS])
+def test_a_wrong_autoencoder_has_no_time(
+    pattern: str, wrong: int, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = sae_problem.Answer.check
+
+    def check(self: Any, strategy: str, call: object, outputs: tuple[Tensor, ...]) -> Any:
+        one = outputs[wrong].clone()
+        # of the checked rows, or elements of a bias, the first
+        rows = {0: self.tokens, 4: torch.arange(len(one))}.get(wrong, self.neurons)
+        one[rows[self.right["b_enc"].argmax() if wrong in (1, 2, 3) else 0]] *= 1.5
+        return plain(self, strategy, call, (*outputs[:wrong], one, *outputs[wrong + 1 :]))
+
+    monkeypatch.setattr(sae_problem.Answer, "check", check)
+    asked = ["--ops", "training", "--patterns", pattern, "--strategies", "row", "--no-eager"]
+    found = bench(*BENCHES["sae"], *asked)
+    assert found.code == 1
+    (row,) = (row for row in found.rows if row["variant"] == '"union"')
+    assert row["red"].startswith(f"{('y', *sae_problem.PARAMETERS)[wrong]}: error")
+    assert row["ms"] is None
+
+
+DRAWN = {"m": 600, "k": 64, "nonzeros": 8.0, "top_k": 8}
+
+
+def test_autoencoders_fire_as_asked() -> None:
+    counts = {}
+    for pattern in sae_problem.PATTERNS:
+        o = sae_problem.draw(pattern, 2048, CPU, **DRAWN)
+        pre = ((o.x - o.b_dec) @ o.w_enc.t()).detach()
+        assert float(pre.float().std()) == pytest.approx(1, abs=0.02)
+        fires = pre > o.thresholds if o.thresholds is not None else largest(pre, o.k)
+        counts[pattern] = fires.sum(0)
+        assert float(counts[pattern].sum()) / 600 == pytest.approx(8, rel=0.1)
+    # the busiest hundredth of the neurons
+    share: Any = {name: float(c.sort(descending=True).values[:20].sum() / c.sum()) for name, c in counts.items()}
+    assert share["even"] < 0.05 < 0.3 < share["skewed"]
+
+
+@pytest.mark.parametrize("pattern", sae_problem.PATTERNS)
+def test_choices_that_rounding_decides_are_left_out(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    o = sae_problem.draw(pattern, 256, CPU, **DRAWN)
+    assert len(sae_problem.Answer(o).tokens) > 200
+    monkeypatch.setattr(operands, "ACCUMULATION", 1e-2)
+    with pytest.raises(RuntimeError, match="rounding decides too many"):
+        sae_problem.Answer(o)

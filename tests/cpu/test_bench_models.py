@@ -7,39 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("transformers")
 
 import twell
-from profiling.bench import main, models_random, models_run
+from profiling.bench import main, model, models_random
 from profiling.bench.models_random import Pattern, parse_sizes
-from profiling.bench.models_run import Settings, Subject
 from tests.cpu import saved_models
 from twell import functional
 
 TINY = "2x32x64x2x64"
-SHAPE = parse_sizes(TINY)
-SIZES = ["--sequence", "64", "--batch", "2", "--micro-batch", "1", "--accumulate", "2", "--rounds", "2"]
+SIZES = ["--sequence", "64", "--batch", "2", "--micro-batch", "1", "--accumulate", "2", "--rounds", "4"]
 CPU = torch.device("cpu")
 
 
-def bench(*arguments: object) -> int:
-    return main(["model", *map(str, arguments)])
-
-
-@pytest.fixture(scope="module")
-def subject() -> Subject:
-    """A tiny model with drawn weights; float32 once a test has trained it."""
-    ids = models_random.draw_ids(SHAPE, 4, 64, 0.5)
-    model = models_random.build(SHAPE, 64, CPU)
-    models_random.draw(model, ids, Pattern(4.0))
-    made = Subject(TINY, model, ids, "drawn")
-    made.analyze()
-    return made
-
-
-# Random models
+def bench(out: Path, *words: object) -> tuple[int, dict[str, Any]]:
+    code = main(["model", *map(str, words), *SIZES, "--device", "cpu", "--out", str(out)])
+    return code, json.loads(out.read_text()) if out.exists() else {"rows": []}
 
 
 def test_layers_fire_as_many_neurons_as_wanted() -> None:
@@ -47,10 +31,10 @@ def test_layers_fire_as_many_neurons_as_wanted() -> None:
     shape = parse_sizes("3x64x256x2x640")
     found = []
     for topic in (Pattern.topic, 0.0):
-        model = models_random.build(shape, 256, CPU)
+        drawn = models_random.build(shape, 256, CPU)
         ids = models_random.draw_ids(shape, 16, 256, topic)
-        wanted = models_random.draw(model, ids, Pattern(8.0, topic=topic))
-        found.append(twell.analyze(model, [ids]).layers)
+        wanted = models_random.draw(drawn, ids, Pattern(8.0, topic=topic))
+        found.append(twell.analyze(drawn, [ids]).layers)
         assert sum(wanted) / 3 == pytest.approx(8)
         assert [report.mean for report in found[-1]] == pytest.approx(wanted, rel=0.03)
     for together, alone in zip(*found, strict=True):
@@ -64,26 +48,19 @@ def test_layers_fire_as_many_neurons_as_wanted() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 2}
     with torch.device("meta"):
         stock = LlamaForCausalLM(LlamaConfig(vocab_size=640, tie_word_embeddings=True, **sizes))
-    assert model.state_dict().keys() == stock.state_dict().keys()
-
-
-# The command
+    assert drawn.state_dict().keys() == stock.state_dict().keys()
 
 
 def test_rows_of_configurations(tmp_path: Path) -> None:
     """Two configurations, compiled by the backend that runs eagerly."""
-    path = tmp_path / "a.json"
-    tiny = ["--config", TINY, "3x32x64x2x64", "--nnz", 4, 5, "--topic", 0.25, "--device", "cpu", "--compile", "eager"]
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    assert bench(*tiny, *SIZES, "--ops", "train", "forward", "--json", path) == 0
-    # what is compiled serves all layers and configurations: dense and sparse, inference and training
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+    tiny = ["--config", TINY, "3x32x64x2x64", "--nnz", 4, 5, "--topic", 0.25, "--compile", "eager"]
+    code, data = bench(tmp_path / "a.json", *tiny, "--ops", "train", "forward")
     torch._dynamo.reset()
-    rows = json.loads(path.read_text())["rows"]
-    kinds = [f"{kind} {how}" for kind in ("dense", "sparse") for how in ("eager", "compiled")]
+    rows = data["rows"]
+    assert code == 0
     expected = [
-        (config, op, kind) for config in (TINY, "3x32x64x2x64") for op in ("forward", "train") for kind in kinds
+        (config, op, kind) for config in (TINY, "3x32x64x2x64") for op in ("forward", "train") for kind in model.KINDS
     ]
     assert [(row["config"], row["op"], row["variant"]) for row in rows] == expected
     for row in rows:
@@ -97,41 +74,28 @@ def test_rows_of_configurations(tmp_path: Path) -> None:
         assert 0 < row["frobenius"] < (0.5 if training else 0.05)
         # "auto" is dense on a CPU
         assert row["strategies"] == {"dense": layers}
-        assert row["mj_per_token"] is row["peak_bytes"] is None
+        assert row["peak_bytes"] is None
         if row["variant"] == "dense eager":
             assert (row["error"], row["worst"]) == (1, 1)
-    for first in range(0, len(rows), 4):
-        fastest = min(row["ms"] for row in rows[first : first + 2])
-        assert [row["speedup"] * row["ms"] for row in rows[first : first + 4]] == pytest.approx([fastest] * 4)
+    assert [(each["config"], each["layers"]) for each in data["models"]] == [(TINY, 2), ("3x32x64x2x64", 3)]
 
 
 def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved_models.save(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text(saved_models.text(2000))
-    out = tmp_path / "out.json"
-    words = ["--text", text, *SIZES, "--ops", "logits", "--device", "cpu", "--json", out]
-    assert bench(folder, *words) == 0
-    data = json.loads(out.read_text())
-    assert [(row["config"], row["op"], row["variant"]) for row in data["rows"]] == [
-        ("model", "logits", "dense eager"),
-        ("model", "logits", "sparse eager"),
-    ]
+    code, data = bench(tmp_path / "out.json", folder, "--text", text, "--ops", "logits")
+    assert code == 0
+    kinds = [("model", "logits", "dense eager"), ("model", "logits", "sparse eager")]
+    assert [(row["config"], row["op"], row["variant"]) for row in data["rows"]] == kinds
     assert (data["arguments"]["model"], data["arguments"]["text"]) == ("model", ["text.txt"])
-    (model,) = data["models"]
-    assert (model["layers"], len(model["non_zeros"])) == (3, 3)
-    assert str(tmp_path) not in out.read_text()
-    printed = capsys.readouterr().out
-    assert "sparse eager" in printed
-    assert "non-zeros per token" in printed
-    # one without zeros is sent to its training: there is no option --activation
+    assert str(tmp_path) not in (tmp_path / "out.json").read_text()
+    assert "non-zeros per token" in capsys.readouterr().out
+    # one without zeros is sent to its training
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"relu"', '"silu"'))
-    assert bench(folder, *words) == 2
-    said = capsys.readouterr().err
-    assert "examples/relufy.py" in said
-    assert "`twell analyze` says how sparse it must become" in said
-    assert "--activation" not in said
+    assert bench(tmp_path / "out.json", folder, "--text", text)[0] == 2
+    assert "examples/relufy.py" in capsys.readouterr().err
 
 
 # Wrong results
@@ -154,66 +118,34 @@ def spoil(monkeypatch: pytest.MonkeyPatch, rows: slice) -> None:
     monkeypatch.setattr(functional, "run", spoiled)
 
 
-def test_no_speed_on_a_red_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spoil(monkeypatch, slice(0, 64))
-    out = tmp_path / "out.json"
-    code = bench("--config", TINY, "--nnz", 4, *SIZES, "--ops", "forward", "train", "--device", "cpu", "--json", out)
+@pytest.mark.parametrize(
+    ("wrong", "tolerance", "said"),
+    [(slice(0, 64), 1.1, "error against fp32 is"), (slice(100, 101), 1e9, "error of a token against fp32 is")],
+)
+def test_no_speed_on_a_red_row(
+    wrong: slice, tolerance: float, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model, "TOLERANCE", tolerance)
+    spoil(monkeypatch, wrong)
+    code, data = bench(tmp_path / "out.json", "--config", TINY, "--nnz", 4, "--ops", "forward")
     assert code == 1
-    for row in json.loads(out.read_text())["rows"]:
-        assert row["error"] is not None
-        if row["variant"].startswith("dense"):
-            assert row["red"] == ""
-            assert row["ms"] > 0
-        else:
-            assert "times that of dense eager" in row["red"]
-            assert row["ms"] is row["tokens_per_ms"] is row["speedup"] is row["p10_ms"] is None
+    dense, sparse = data["rows"]
+    assert (dense["red"], dense["ms"] > 0) == ("", True)
+    assert sparse["red"].startswith(said)
+    assert sparse["ms"] is sparse["speedup"] is sparse["tokens_per_ms"] is None
+    assert sparse["error"] > 1
 
 
-def test_a_single_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
-    monkeypatch.setattr(models_run, "TOLERANCE", 1e9)
-    monkeypatch.setattr(models_run, "WORST_TOLERANCE", 3.0)
-    spoil(monkeypatch, slice(100, 101))
-    rows = models_run.run_op(subject, "forward", settings())
-    assert [bool(row.red) for row in rows] == [False, True]
-    assert rows[1].red.startswith("error of a token")
-
-
-@pytest.mark.parametrize(("op", "length", "seed"), [("forward", 64, 7), ("train", 8, 4)])
-def test_chance_makes_no_row_red(op: str, length: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few tokens that the error of sparse layers is 1.2 times dense's, although no more values are rounded."""
-    monkeypatch.setattr(Settings, "kinds", lambda self: [("dense", "dense", False), ("sparse", "row", False)])
-    ids = models_random.draw_ids(SHAPE, 4, length, 0.5)
-    model = models_random.build(SHAPE, length, CPU)
-    models_random.draw(model, ids, Pattern(4.0), seed)
-    rows = models_run.run_op(Subject(TINY, model, ids), op, settings())
-    # too large for many tokens
-    assert rows[1].error is not None
-    assert rows[1].error > models_run.TOLERANCE
-    assert [row.red for row in rows] == ["", ""]
-
-
-def settings(**changes: Any) -> Settings:
-    given: dict[str, Any] = {"batch": 2, "micro_batch": 2, "accumulate": 1, "rounds": 1, "backend": ""}
-    return Settings(**(given | changes))
-
-
-def test_a_pass_too_large_for_memory_is_red(monkeypatch: pytest.MonkeyPatch, subject: Subject) -> None:
-    def run_pass(self: models_run.Forward, tokens: Tensor) -> Tensor:
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(models_run.Forward, "run_pass", run_pass)
-    said = "fewer sequences in a pass may fit in memory (--micro-batch, --batch): OutOfMemory"
-    for row in models_run.run_op(subject, "forward", settings()):
-        assert (row.red.startswith(said), row.ms) == (True, None)
-
-
-# Energy and memory
+def test_a_wrong_gradient_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spoil(monkeypatch, slice(0, 32))
+    code, data = bench(tmp_path / "out.json", "--config", TINY, "--nnz", 4, "--ops", "train")
+    assert (code, [bool(row["red"]) for row in data["rows"]]) == (1, [False, True])
 
 
 def test_errors_of_gradients() -> None:
     # a large gradient hides no small one, and the vector of a norm is left out
     small, large, norm = torch.ones(2, 2), torch.full((2, 2), 1e6), torch.ones(3)
-    found = models_run.errors_of([small * 1.5, large * 0.98, norm * 0], [small, large, norm])
+    found = model.errors_of([small * 1.5, large * 0.98, norm * 0], [small, large, norm])
     assert [each.frobenius for each in found] == pytest.approx([0.5, 0.02], rel=1e-4)
-    assert models_run.geometric_mean(found) == pytest.approx(0.1, rel=1e-4)
-    assert models_run.geometric_mean(models_run.errors_of([small * math.nan], [small])) == math.inf
+    assert model.geometric_mean(found) == pytest.approx(0.1, rel=1e-4)
+    assert model.geometric_mean(model.errors_of([small * math.nan], [small])) == math.inf

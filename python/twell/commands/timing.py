@@ -108,8 +108,14 @@ def events() -> tuple[Any, Any]:
     return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def measure(recordings: Mapping[str, Recording], seconds: float, least: int = LEAST_ROUNDS) -> dict[str, list[float]]:
-    """Milliseconds of one call, by name: replays in turn for about ``seconds``, ``least`` to 200 rounds."""
+def measure(
+    recordings: Mapping[str, Recording], seconds: float, least: int | None = None, warm: int | None = None
+) -> dict[str, list[float]]:
+    """Milliseconds of one call, by name: replays in turn for about ``seconds``, ``least`` (10) to 200 rounds.
+
+    Twice ``warm`` (2) rounds come before.
+    """
+    least, warm = LEAST_ROUNDS if least is None else least, WARM_ROUNDS if warm is None else warm
 
     def rounds(count: int) -> dict[str, list[float]]:
         spans: dict[str, list[Callable[[], float]]] = {name: [] for name in recordings}
@@ -124,8 +130,8 @@ def measure(recordings: Mapping[str, Recording], seconds: float, least: int = LE
 
     if not recordings:
         return {}
-    rounds(WARM_ROUNDS)
-    once = sum(min(times) * recordings[name].copies for name, times in rounds(WARM_ROUNDS).items()) / 1000
+    rounds(warm)
+    once = sum(min(times) * recordings[name].copies for name, times in rounds(warm).items()) / 1000
     wanted = seconds / once if once else MOST_ROUNDS
     return rounds(int(max(least, min(MOST_ROUNDS, wanted))))
 

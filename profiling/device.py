@@ -1,41 +1,36 @@
-"""What benchmarks measure besides replays (``twell.commands.timing``): eager calls, memory, kernels and ceilings.
+"""What benches measure besides replays (``twell.commands.timing``): eager calls, memory and ceilings.
 
 An eager call is timed in three ways (``WAYS``). "queued": calls in a row, after which the host waits once; a time is
 the longer of the host's and the GPU's. "waited": one call, and the wait for it. "host": calls in a row that are too few
 to fill the GPU's queue, by the host's clock, without a wait.
 
-The ceilings for rates are measured in the same run, by a large matrix product and a large copy; the machine line is
-read while the GPU is busy. All calls on a layer share the weights, as in a model's larger batches; ``decode`` copies
-them, too. A CPU stands in for a GPU without poisoned and peak memory.
+The ceilings for floors are measured in the same run, by a large matrix product and a large copy; the machine line is
+read while the GPU is busy. A CPU stands in for a GPU without poisoned and peak memory.
 """
 
 import dataclasses
 import gc
+import math
+import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from twell import testing
-from twell._runtime import resolve
 from twell.commands import timing
 from twell.commands.timing import Call, Recording, events, measure, spread
 
 # Replays of the matrix product while the machine line is read: about two seconds on an H200.
 BUSY_REPLAYS = 800
 
-# Cycles of sleep while the host queues a whole call: 20 ms on an H200.
-SLEEP_CYCLES = 40_000_000
-
 
 @dataclasses.dataclass
 class Ceilings:
-    """Peak rates of the machine in flop/s and bytes/s: those of arithmetic and memory measured in this run."""
+    """Rates of the machine that were measured in this run: flop/s of arithmetic, bytes/s of memory."""
 
     flops: float
     memory: float
-    l2: float
 
 
 class Eager(timing.Recording):
@@ -89,13 +84,17 @@ class Device(timing.Device):
         """Peak bytes of a call above its operands; None if unknown."""
         return None
 
+    def joules(self, call: Call, seconds: float) -> float:
+        """Energy of a call; NaN if unknown."""
+        return math.nan
+
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
         """Bytes that a forward pass saves for backward, without its operands and y; None if unknown."""
         return None
 
-    def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
+    def ceilings(self, dtype: torch.dtype) -> tuple[Ceilings, str]:
         """The ceilings, measured now, on a CPU by small matrices, and the machine line."""
-        return _ceilings(self, 256, 1 << 22, dtype, l2_tbs, 0.01)[0], testing.machine_line(self.torch_device)
+        return _ceilings(self, 256, 1 << 22, dtype, 0.01)[0], testing.machine_line(self.torch_device)
 
 
 class Gpu(timing.Gpu, Device):
@@ -117,6 +116,29 @@ class Gpu(timing.Gpu, Device):
         call(0)
         return torch.cuda.max_memory_allocated() - before
 
+    def joules(self, call: Call, seconds: float) -> float:
+        """Energy of the board with its memory, by NVML's counter, which moves in steps of 20 to 100 ms."""
+        import pynvml
+
+        pynvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(self.torch_device).uuid).removeprefix("GPU-")
+        board = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+        def at_step() -> float:
+            before, until = pynvml.nvmlDeviceGetTotalEnergyConsumption(board), time.perf_counter() + 0.5
+            while (now := pynvml.nvmlDeviceGetTotalEnergyConsumption(board)) == before and time.perf_counter() < until:
+                time.sleep(0.001)
+            return float(now) / 1e3
+
+        self.wait()
+        first, start, calls = at_step(), time.perf_counter(), 0
+        while not calls or time.perf_counter() - start < seconds:
+            call(calls)
+            calls += 1
+            # no seconds of queued work
+            self.wait()
+        return (at_step() - first) / calls
+
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
         """Saved bytes by the allocator's count of requests."""
 
@@ -134,48 +156,9 @@ class Gpu(timing.Gpu, Device):
         gc.collect()
         torch.cuda.empty_cache()
 
-    def kernel_times(self, call: Call, copies: int, rounds: int = 5) -> dict[str, float]:
-        """Mean milliseconds of each kernel in one call, by symbol; "torch" is the rest.
-
-        By events around launches; the GPU sleeps until the host has queued a call, so there are no gaps.
-        """
-        original = resolve.resolve
-        launches: list[tuple[str, Any, Any]] = []
-
-        def timed(spec: Any, arch: str = "sm_90a") -> Callable[..., None]:
-            kernel = original(spec, arch)
-
-            def launch(*arguments: Any) -> None:
-                start, end = events()
-                start.record()
-                kernel(*arguments)
-                end.record()
-                launches.append((spec.symbol, start, end))
-
-            return launch
-
-        resolve.resolve = timed
-        wholes = []
-        try:
-            for i in range(rounds * copies):
-                torch.cuda._sleep(SLEEP_CYCLES)
-                start, end = events()
-                start.record()
-                call(i % copies)
-                end.record()
-                wholes.append((start, end))
-                torch.cuda.synchronize()
-        finally:
-            resolve.resolve = original
-        times: dict[str, float] = {}
-        for symbol, start, end in launches:
-            times[symbol] = times.get(symbol, 0.0) + start.elapsed_time(end) / len(wholes)
-        times["torch"] = sum(start.elapsed_time(end) for start, end in wholes) / len(wholes) - sum(times.values())
-        return times
-
-    def ceilings(self, dtype: torch.dtype, l2_tbs: float) -> tuple[Ceilings, str]:
+    def ceilings(self, dtype: torch.dtype) -> tuple[Ceilings, str]:
         """Ceilings by a product of 8,192 x 8,192 and a kernel that reads and writes 2 GiB; the line of a busy GPU."""
-        found, gemm = _ceilings(self, 8192, 1 << 31, dtype, l2_tbs, 0.5)
+        found, gemm = _ceilings(self, 8192, 1 << 31, dtype, 0.5)
         for _ in range(BUSY_REPLAYS):
             gemm.replay()
         machine = testing.machine_line(self.torch_device)
@@ -183,9 +166,7 @@ class Gpu(timing.Gpu, Device):
         return found, machine
 
 
-def _ceilings(
-    device: Device, size: int, copied: int, dtype: torch.dtype, l2_tbs: float, seconds: float
-) -> tuple[Ceilings, Recording]:
+def _ceilings(device: Device, size: int, copied: int, dtype: torch.dtype, seconds: float) -> tuple[Ceilings, Recording]:
     """Rates of a matrix product of ``size`` and of a pass over ``copied`` bytes, and the product's recording."""
     where = device.torch_device
     a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
@@ -195,4 +176,4 @@ def _ceilings(
     # a kernel, since a copy node of a graph takes half as long again
     recordings = {"gemm": gemm, "copy": device.record(lambda i: (torch.neg(source, out=target),), 1)}
     times = {name: spread(samples).median / 1000 for name, samples in measure(recordings, seconds).items()}
-    return Ceilings(2 * size**3 / times["gemm"], 2 * copied / times["copy"], l2_tbs * 1e12), gemm
+    return Ceilings(2 * size**3 / times["gemm"], 2 * copied / times["copy"]), gemm

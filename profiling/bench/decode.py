@@ -1,0 +1,110 @@
+"""``python -m profiling.bench decode``: inference of few tokens by the share of neurons that fire."""
+
+import argparse
+import math
+from collections.abc import Callable
+from functools import partial
+from statistics import NormalDist
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import twell
+from profiling.harness import Bench, Row, Settled, Variant, Verdict, Way, add_arguments, beside, verdict
+from twell import testing
+from twell.commands.request import at_least
+from twell.commands.timing import Call
+from twell.testing import Comparison
+
+NAME = "profiling.bench decode"
+DESCRIPTION = """\
+Time a layer on few tokens by "auto" beside dense PyTorch, in CUDA graphs. Layers have the sizes of models; x and
+weights are normal numbers, and each gate fires by chance. Copies of the weights, used in turn, are larger than L2. A
+floor is the time to read the first projection, and of the others the rows that any token fires, at the rate of a copy.
+"""
+# K, N, whether there is a gate
+LAYERS = ((4096, 16384, False), (2048, 8192, False), (4096, 14336, True), (2048, 5632, True))
+# Calls of a graph, whose launch takes the GPU microseconds.
+CALLS = 16
+SHARES, TOKENS = (0.01, 0.05, 0.1, 0.14, 0.5, 1.0), (1, 4, 8, 16, 32)
+SHOWN = ("k", "n", "gated", "share", "m", "fired", "us", "error", "floor_us")
+
+
+def weights(k: int, n: int, gated: bool, share: float, on: torch.device) -> tuple[Tensor, ...]:
+    """The first projection, whose column 0 makes that share of gates positive, up if there is a gate, and down."""
+
+    def drawn(scale: float) -> Tensor:
+        return torch.randn(n, k, device=on, dtype=torch.bfloat16) * scale
+
+    first = drawn(k**-0.5)
+    first[:, 0] = 9.0 if share == 1 else NormalDist().inv_cdf(share)
+    return first, *([drawn(k**-0.5)] if gated else []), drawn(n**-0.5)
+
+
+def dense(x: Tensor, first: Tensor, *rest: Tensor, strategy: object = "") -> Tensor:
+    gate = torch.relu(F.linear(x, first))
+    *up, down = rest
+    return F.linear(gate * F.linear(x, up[0]) if up else gate * gate, down.t())
+
+
+def sparse(x: Tensor, first: Tensor, *rest: Tensor, strategy: Any) -> Any:
+    *up, down = rest
+    if up:
+        return twell.sparse_gated_ffn(x, first, up[0], down.t(), strategy=strategy)
+    return twell.sparse_ffn(x, first, down.t(), activation="relu2", strategy=strategy)
+
+
+def by(way: Callable[..., Tensor], x: Tensor, layers: list[tuple[Tensor, ...]]) -> Callable[[Any], Call]:
+    return lambda strategy: lambda i: (way(x, *layers[i % len(layers)], strategy=strategy),)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--m", type=at_least(1), nargs="+", default=list(TOKENS), help="tokens (%(default)s)")
+    add_arguments(parser, 0.03)
+
+
+def note(row: Row, settled: Settled, errors: dict[str, Comparison]) -> None:
+    row["errors"] = errors["y"].ours.frobenius
+
+
+def checked(right: Tensor, bar: testing.Errors, terms: int, _: str, call: Call, outputs: object) -> Verdict:
+    """Check y of the first call, of so many hidden states that are not zero."""
+    budgets = testing.BUDGET, testing.BUDGET * testing.allowance(len(right))
+    return verdict({"y": Comparison(testing.errors(call(0)[0], right), bar, terms, *budgets)})
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure as asked; the exit status."""
+    bench = Bench(NAME, arguments)
+    on = bench.device.torch_device
+
+    def measure(k: int, n: int, gated: bool, share: float) -> None:
+        copies = bench.device.copies_for(2 * k * n)
+        layers = [weights(k, n, gated, share, on) for _ in range(copies)]
+        for m in arguments.m:
+            x = torch.randn(m, k, device=on)
+            x[:, 0] = 1
+            x = x.bfloat16()
+            active = F.linear(x, layers[0][0]) > 0
+            fired = float(active.any(0).float().mean())
+            right = dense(x.double(), *(t.double() for t in layers[0]))
+            bar = testing.errors(dense(x, *layers[0]), right)
+
+            check = partial(checked, right, bar, int(active.sum()))
+            calls = copies * math.ceil(CALLS / copies)
+            variants = [Variant("dense", by(dense, x, layers), calls, "", check, note)]
+            variants.append(Variant("auto", by(sparse, x, layers), calls, "auto", check, note))
+            floor = 2 * k * n * (1 + fired * (2 if gated else 1)) / bench.ceilings.memory * 1e6
+            base = {"k": k, "n": n, "gated": gated, "share": share, "m": m, "fired": fired, "floor_us": floor}
+            bench.add([beside(base, bench.timed(base, variants, [Way("graph", "us", unit=1e3)]), "us", "errors")])
+
+    def work() -> None:
+        for layer in LAYERS:
+            for share in SHARES:
+                bench.step(f"{layer[0]:,} / {layer[1]:,}, {share:.0%}")
+                base = dict(zip(("k", "n", "gated", "share"), (*layer, share)))
+                bench.guarded(base, partial(measure, *layer, share))
+
+    return bench.run(work, SHOWN)

@@ -1,0 +1,404 @@
+"""``python -m profiling.bench model``: a trained model on text, or the paper's configurations with random weights.
+
+All variants share one set of weights and compute the same function, with ReLU; "compiled" is torch.compile of each
+decoder layer. Dense is twell's own strategy "dense": cuBLAS products and, in eager mode, one kernel for
+``relu(gate) * up``, so it is never slower than the stock layer. Sparse is "auto"; eager calls settle it before timing
+and compiling.
+"""
+
+import argparse
+import contextlib
+import copy
+import functools
+import gc
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from profiling.bench.models_random import (
+    PAPER,
+    LlamaSizes,
+    Pattern,
+    build,
+    cast,
+    draw,
+    draw_ids,
+    paper_nnz,
+    parse_sizes,
+)
+from profiling.harness import SETTLING, Bench, Row, Settled, Variant, Verdict, Way, add_arguments, ratio
+from twell import _sparsify, recipe, testing
+from twell._analyze import report
+from twell._analyze.layers import found
+from twell.commands import saved_model
+from twell.commands.request import RequestError, at_least, number_above, number_from
+from twell.commands.timing import Call
+from twell.nn import set_down_layout
+from twell.recipe._tracker import strategy_of
+from twell.testing import Errors
+
+NAME = "profiling.bench model"
+DESCRIPTION = """\
+Time a whole model with sparse feed-forward layers beside the same model with dense ones, in eager mode and through
+torch.compile of each decoder layer, in turn. Only right results have a time: outputs, or the gradients of all weights,
+are compared with those in fp32, and an error of more than 1.1 times that of dense eager is red. With few tokens more is
+allowed: 1.14 times for 8,192 tokens, 1.39 for 128.
+
+MODEL     a folder from save_pretrained with ReLU layers, run on --text, with the model's own sparsity
+--config  0.5B, 1B, 1.5B, 2B: sizes of the paper, with random weights. Thresholds give each layer non-zeros around the
+          paper's mean: 39, 34 (interpolated), 29 and 24. LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]] is any other
+forward   the decoder without its LM head on --batch sequences of --sequence tokens, bf16, as in the paper
+logits    the same with the LM head
+train     an optimizer step on --accumulate passes of --micro-batch sequences: forward, cross-entropy plus 2e-5 times
+          L1, backward, in bf16 autocast over fp32 weights, and AdamW of rate 0, which keeps the sparsity
+"""
+OPS = ("forward", "logits", "train")
+KINDS = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
+# Largest errors against fp32 over those of dense eager: of the whole, and of the worst token or weight. The latter
+# finds faults in one place, as large as the values themselves; in trained models it varies. Both are for many tokens;
+# with few, chance widens them: see ``testing.allowance``.
+TOLERANCE, WORST_TOLERANCE = 1.1, 3.0
+L1 = 2e-5
+# Sequences whose outputs are compared, and those for the layers' sparsity.
+CHECKED, ANALYZED = 2, 16
+ENERGY_S = 4.0
+SHOWN = (
+    "config", "op", "variant", "tokens", "micro_batch", "ms", "p10_ms", "p90_ms", "tokens_per_ms", "speedup",
+    "mj_per_token", "peak_bytes", "peak_total_bytes", "frobenius", "error", "worst", "strategies",
+)  # fmt: skip
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add, number = parser.add_argument, number_above(0)
+    add("model", type=Path, nargs="?", metavar="MODEL", help="folder of a saved model with its tokenizer")
+    add("--config", type=parse_sizes, nargs="+", metavar="SIZE", help=f"{', '.join(PAPER)} or sizes: see above")
+    add("--text", type=Path, nargs="+", metavar="PATH", help="text files or folders for MODEL")
+    add("--nnz", type=number, nargs="+", metavar="Z", help="mean non-zeros per token, for all --config or for each")
+    add("--skew", type=number_from(0, 10), metavar="S", help="spread of the neurons' readiness to fire (1.0)")
+    add("--dead", type=number_from(0, 1), metavar="D", help="share of neurons that never fire (0.3)")
+    add("--topic", type=number_from(0, 1), metavar="R", help="correlation of a document's tokens; 0 is hardest (0.5)")
+    add("--seed", type=at_least(0), metavar="N", default=0, help="seed of weights and tokens (%(default)s)")
+    add("--ops", nargs="+", choices=OPS, default=list(OPS), help="operations (default: all)")
+    add("--batch", type=at_least(1), metavar="B", default=64, help="sequences of a forward pass (%(default)s)")
+    add("--sequence", type=at_least(2), metavar="S", default=2048, help="tokens of a sequence (%(default)s)")
+    add("--micro-batch", type=at_least(1), metavar="B", help="sequences of a training pass (8, or fewer to fit memory)")
+    add("--accumulate", type=at_least(1), metavar="A", default=2, help="passes of a training step (%(default)s)")
+    add("--compile", metavar="BACKEND", help="inductor, none, or a backend of torch.compile (none on a CPU)")
+    add("--rounds", type=at_least(1), metavar="N", default=5, help="timed calls of each variant (%(default)s)")
+    add("--energy", action="store_true", help="energy of the whole board per token, by NVML: each variant alone")
+    add_arguments(parser, 1e-3)
+
+
+class Subject:
+    """A model and its tokens [sequences, tokens]. ``pattern``: for which weights were drawn."""
+
+    def __init__(self, name: str, model: Any, ids: Tensor, pattern: str = "") -> None:
+        self.name, self.ids, self.pattern, self._model = name, ids, pattern, model
+        self.config: Any = model.config
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.device: torch.device = next(model.parameters()).device
+        ids = ids[:: max(len(ids) // ANALYZED, 1)][:ANALYZED].cpu()
+        narrow = self.cast(torch.bfloat16)
+        counted, _ = report.count(narrow, torch.split(ids, 4), found(narrow)[0], run=narrow.base_model)
+        self.non_zeros = [each.mean for each in counted]
+        self.unions = [math.nan if each.union is None else each.union for each in counted]
+        self.candidates = [each.candidates for each in counted]
+
+    def cast(self, dtype: torch.dtype, copied: bool = False) -> Any:
+        """The model in a dtype, or a copy of it."""
+        model = copy.deepcopy(self._model) if copied else self._model
+        cast(model, dtype)
+        return model
+
+    def facts(self) -> dict[str, Any]:
+        """The model's facts, for files."""
+        names = ("parameters", "pattern", "non_zeros", "unions", "candidates")
+        return {"config": self.name, "layers": len(self.non_zeros), **{name: getattr(self, name) for name in names}}
+
+
+class Operation:
+    """One operation on one model, in passes of ``micro_batch`` sequences on two batches in turn."""
+
+    def __init__(self, subject: Subject, op: str, bench: Bench) -> None:
+        self.subject, self.op, self.bench, self.training = subject, op, bench, op == "train"
+        given = bench.given
+        sequences = (given["micro_batch"] or 8) * given["accumulate"] if self.training else given["batch"]
+        self.batches = [ids.to(subject.device) for ids in subject.ids[: 2 * sequences].split(sequences)]
+        self.micro_batch = sequences
+        if self.training:
+            self.micro_batch = given["micro_batch"] or fitting_micro_batch(subject, 8, given["sequence"])
+        self.checked = self.batches[0][: self.micro_batch if self.training else min(CHECKED, sequences)]
+        self.truth = self.results(subject.cast(torch.float32, copied=not self.training), None, self.checked, 1)
+        free(subject.device)
+        self.model = subject.cast(torch.float32 if self.training else torch.bfloat16)
+        self.optimizer: Any = None
+        if self.training:
+            fused = subject.device.type == "cuda"
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0, fused=fused)
+        self.first: list[Errors] = []
+        # sites of the layers that chose in eager calls, by those that are compiled
+        self.sites: dict[str, Any] = {}
+
+    def base(self) -> Row:
+        """What all rows share."""
+        subject, tokens = self.subject, self.batches[0].numel()
+        base = {"op": self.op, "config": subject.name, "tokens": tokens, "micro_batch": self.micro_batch}
+        return base | {"pattern": subject.pattern, "non_zeros": subject.non_zeros, "unions": subject.unions}
+
+    def variants(self) -> Iterator[Variant]:
+        """Dense and sparse, eager and compiled."""
+        backend = self.bench.given["compile"]
+        for kind in KINDS:
+            if backend != "none" or kind.endswith("eager"):
+                yield Variant(kind, functools.partial(self.by, kind), 2, "", self.check, self.note)
+
+    def by(self, kind: str, _: object) -> Call:
+        """The call of a variant: a copy of the model that shares its parameters."""
+        model = copy.deepcopy(self.model, {id(tensor): tensor for tensor in self.model.parameters()})
+        # the first variant does it for all
+        set_down_layout(model, "rows")
+        layers = _sparsify.layers(model)
+        for name, layer in layers.items():
+            layer.strategy = "auto" if kind.startswith("sparse") else "dense"
+            if name in self.sites and layer.strategy == "auto":
+                layer._auto = copy.deepcopy(self.sites[name])
+        if self.training:
+            model.train()
+            recipe.record_aux(model)
+        if kind == "sparse eager":
+            for i in range(SETTLING):
+                self.one_pass(model, torch.bfloat16, self.batches[i % 2][: self.micro_batch])
+                # the next call needs the figures of this one on the host
+                self.bench.device.wait()
+            self.sites = {name: layer._auto for name, layer in layers.items()}
+            model.zero_grad()
+        if kind.endswith("compiled"):
+            # each size separately: code for any size is slower
+            torch._dynamo.config.recompile_limit = 256
+            for block in model.get_decoder().layers:
+                block.compile(backend=self.bench.given["compile"], dynamic=False)
+
+        def call(i: int) -> tuple[Tensor, ...]:
+            for part in torch.split(self.batches[i % 2], self.micro_batch):
+                self.one_pass(model, torch.bfloat16, part)
+            if self.training:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            return ()
+
+        # what checks and notes look at
+        call.model = model  # type: ignore[attr-defined]
+        return call
+
+    def one_pass(self, model: Any, dtype: torch.dtype | None, tokens: Tensor) -> Tensor:
+        """Hidden states or logits; in training the loss, after its backward pass."""
+        if not self.training:
+            with torch.inference_mode():
+                hidden: Tensor = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
+                return model.lm_head(hidden) if self.op == "logits" else hidden
+        with torch.enable_grad():
+            with torch.autocast(tokens.device.type, dtype, enabled=dtype is not None):
+                logits = model.lm_head(model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state)
+            # the last token of a sequence has none to predict
+            labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + L1 * recipe.l1_term(model)
+            loss.backward()
+        return loss.detach()
+
+    def results(self, model: Any, dtype: torch.dtype | None, tokens: Tensor, size: int) -> list[Tensor]:
+        """What is compared, of passes of ``size`` sequences: the mean over equal parts is the mean of their means."""
+        if not self.training:
+            return [torch.cat([self.one_pass(model, dtype, part) for part in tokens.split(size)])]
+        for layer in _sparsify.layers(model).values():
+            layer.strategy = "dense" if dtype is None else layer.strategy
+        model.train()
+        recipe.record_aux(model)
+        parts = tokens.split(size)
+        for part in parts:
+            self.one_pass(model, dtype, part)
+        gradients = [p.grad / len(parts) for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return gradients
+
+    def check(self, _: str, call: Any, outputs: object) -> Verdict:
+        """Compare with fp32; the errors of the first variant are the unit of the others."""
+        ours = errors_of(self.results(call.model, torch.bfloat16, self.checked, len(self.checked)), self.truth)
+        self.first = self.first or ours
+        error, unit = geometric_mean(ours), geometric_mean(self.first)
+        # of a weight, or of a token
+        kind, where = ("frobenius", "a weight's gradient") if self.training else ("worst_row", "a token")
+        worst = max(ratio(getattr(one, kind), getattr(dense, kind)) for one, dense in zip(ours, self.first))
+        self.found = {"frobenius": error, "error": ratio(error, unit), "worst": worst}
+        luck = testing.allowance(self.checked.numel())
+        limits = ("error", self.found["error"], TOLERANCE), (f"error of {where}", worst, WORST_TOLERANCE)
+        for what, value, most in limits:
+            if not value <= most * luck:
+                said = f"{what} against fp32 is {value:.2f} times that of dense eager, {unit:.2g}"
+                return {}, f"{said}, expected at most {most * luck:.3g} times"
+        return {}, ""
+
+    def note(self, row: Row, settled: Settled, _: object) -> None:
+        """Put errors, strategies, memory and energy into the row."""
+        model, device = settled.call.model, self.bench.device  # type: ignore[attr-defined]
+        row |= self.found
+        kind = "training" if self.training else "inference"
+        row["strategies"] = dict(Counter(strategy_of(each, kind) for each in _sparsify.layers(model).values()))
+        if row["red"]:
+            return
+        # the first step makes the optimizer's state
+        settled.call(0)
+        row["peak_bytes"] = device.peak(settled.call)
+        if row["peak_bytes"] is not None:
+            states = self.optimizer.state.values() if self.training else ()
+            held = [*model.parameters(), *model.buffers(), *(t for state in states for t in state.values())]
+            tensors = {id(t): t for t in held if isinstance(t, Tensor)}
+            row["peak_total_bytes"] = row["peak_bytes"] + sum(t.numel() * t.element_size() for t in tensors.values())
+        if self.bench.given["energy"]:
+            row["mj_per_token"] = 1e3 * device.joules(settled.call, ENERGY_S) / row["tokens"]
+
+
+def errors_of(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Errors]:
+    """Errors of outputs, or of the gradients of matrices.
+
+    Vectors are left out: a few elements hold most of the gradient of a norm's weight, so its error says little.
+    """
+    pairs = ((a, b) for a, b in zip(ours, exact, strict=True) if b.dim() > 1)
+    return [testing.errors(a.flatten(0, -2), b.flatten(0, -2).double()) for a, b in pairs]
+
+
+def geometric_mean(errors: Sequence[Errors]) -> float:
+    """Of errors in norm: all weights count the same, whatever the size of their gradients."""
+    # an exact gradient counts as nearly exact
+    return math.exp(statistics.fmean(math.log(max(each.frobenius, 1e-9)) for each in errors))
+
+
+def free(device: torch.device) -> None:
+    """Free unused memory: modules and their hooks may refer to each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def fitting_micro_batch(subject: Subject, wanted: int, sequence: int) -> int:
+    """Sequences of a training pass that the GPU easily holds: ``wanted`` or a half, a quarter, ... of it.
+
+    By the memory of dense eager PyTorch (measured with K = 2,048 and N = 5,632): 28 K + 10 N bytes per token and layer,
+    14 bytes per logit, 18 per parameter. A third of the memory stays free for the allocator's fragments.
+    """
+    if subject.device.type != "cuda":
+        return wanted
+    config, memory = subject.config, torch.cuda.get_device_properties(subject.device).total_memory
+    a_layer = 28 * config.hidden_size + 10 * config.intermediate_size
+    a_token = config.num_hidden_layers * a_layer + 14 * config.vocab_size
+    while wanted > 1 and wanted * sequence * a_token > memory * 2 / 3 - 18 * subject.parameters:
+        wanted //= 2
+    return wanted
+
+
+# The command
+
+
+def subjects(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Subject]]]:
+    """The name of each model, and what makes it."""
+    step = (arguments.micro_batch or 8) * arguments.accumulate
+    # two batches of each operation, so that no two successive calls are the same
+    needed = 2 * max(step if op == "train" else arguments.batch for op in arguments.ops)
+    if arguments.model is not None:
+        yield arguments.model.resolve().name, functools.partial(saved, arguments, needed, device)
+    for i, shape in enumerate(arguments.config or ()):
+        nnz = arguments.nnz and arguments.nnz[min(i, len(arguments.nnz) - 1)]
+        yield shape.name, functools.partial(drawn, arguments, needed, shape, nnz, device)
+
+
+def saved(arguments: argparse.Namespace, needed: int, device: torch.device) -> Subject:
+    """The model of a folder, in float32, and its tokens."""
+    options = argparse.Namespace(
+        **{name: getattr(arguments, name) for name in ("model", "text", "sequence")},
+        tokens=needed * arguments.sequence, device=str(device), dtype="float32", activation=None,
+    )  # fmt: skip
+    loaded = saved_model.load(options)
+    text = saved_model.read(loaded, options, least=options.tokens)
+    return Subject(arguments.model.resolve().name, loaded.model, torch.tensor(text.sequences, device="cpu"))
+
+
+def drawn(
+    arguments: argparse.Namespace, needed: int, shape: LlamaSizes, nnz: float | None, device: torch.device
+) -> Subject:
+    """A model with random weights, and its tokens."""
+    chosen = {name: getattr(arguments, name) for name in ("skew", "dead", "topic")}
+    pattern = Pattern(nnz or paper_nnz(shape), **{name: value for name, value in chosen.items() if value is not None})
+    ids = draw_ids(shape, needed, arguments.sequence, pattern.topic, seed=arguments.seed)
+    try:
+        model = build(shape, arguments.sequence, device)
+    except ValueError as error:
+        raise RequestError(f"--config {shape.name}: {error}") from None
+    draw(model, ids, pattern, arguments.seed)
+    return Subject(shape.name, model, ids, str(pattern))
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Raise RequestError for arguments that contradict each other."""
+    if (arguments.model is None) == (arguments.config is None):
+        got = "neither" if arguments.model is None else "both"
+        raise RequestError(f"expected either the folder of a model or --config, got {got}")
+    if (arguments.model is None) != (arguments.text is None):
+        raise RequestError("--text is for MODEL, and needed there: --config draws its tokens")
+    own = [name for name in ("nnz", "skew", "dead", "topic") if getattr(arguments, name) is not None]
+    if arguments.model is not None and own:
+        raise RequestError(f"--{own[0]} is for --config: a trained model has its own sparsity")
+    if arguments.nnz is not None and len(arguments.nnz) not in (1, len(arguments.config)):
+        count = len(arguments.config)
+        raise RequestError(
+            f"--nnz: expected one value or one for each of {count} configurations, got {len(arguments.nnz)}"
+        )
+    # backends for debugging are accepted, too
+    known = ("none", *torch._dynamo.list_backends(None))
+    if arguments.compile not in (None, *known):
+        raise RequestError(f"--compile must be one of {', '.join(known)}, got {arguments.compile!r}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure as asked; the exit status."""
+    check(arguments)
+    models: list[dict[str, Any]] = []
+    bench = Bench(NAME, arguments, models=models)
+    device = bench.device.torch_device
+    bench.given |= {"compile": arguments.compile or ("none" if device.type == "cpu" else "inductor")}
+    bench.given["config"] = [shape.name for shape in arguments.config or ()]
+    bench.given["model"] = None if arguments.model is None else arguments.model.resolve().name
+    bench.given["text"] = [path.name for path in arguments.text or ()]
+    way = Way("queued", "ms", "speedup", calls=2, least=-(-arguments.rounds // 2), warm=1)
+
+    def measure(subject: Subject, op: str) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(free, device)
+            operation = Operation(subject, op, bench)
+            rows = bench.timed(operation.base(), list(operation.variants()), [way])
+            for row in rows:
+                row["tokens_per_ms"] = row["tokens"] / row["ms"] if row.get("ms") else None
+            bench.add(rows)
+
+    def work() -> None:
+        for name, make in subjects(arguments, device):
+            bench.step(f"{name}: weights and tokens")
+            subject = make()
+            models.append(subject.facts())
+            # train comes last: it casts the weights
+            for op in (op for op in OPS if op in arguments.ops):
+                bench.step(f"{name}: {op}")
+                bench.guarded({"op": op, "config": name, "variant": "any"}, functools.partial(measure, subject, op))
+            del subject
+            free(device)
+
+    status = bench.run(work, SHOWN)
+    for each in models:
+        counts = ", ".join(f"{value:.3g}" for value in each["non_zeros"])
+        print(f"{each['config']}: {each['parameters']:,} parameters; non-zeros per token by layer: {counts}")
+    return status

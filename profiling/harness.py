@@ -1,0 +1,376 @@
+"""One way to measure: a bench has cases, and for each case variants, which take turns; a row is a dictionary.
+
+A variant is a call to time, by a strategy or without one. It is settled ("auto" chooses), checked in memory of NaN
+against a right answer, recorded, checked again in its recording, and then timed with all other right variants of the
+case in turn, in each of the ``Way``s that are asked for. What is wrong has ``red`` and no time. Rows are in the file
+after each case.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import twell
+from profiling.device import Ceilings, Device, Gpu
+from twell import _files
+from twell.commands.request import RequestError, number_above, pick_device
+from twell.commands.timing import FAILURES, Call, Recording, measure, reason, spread
+from twell.testing import Comparison
+
+Row = dict[str, Any]
+# Errors by tensor, and the fault, "" if they are within the budget.
+Verdict = tuple[dict[str, Comparison], str]
+# Eager calls before "auto" is recorded. It measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
+SETTLING = 9
+
+
+class Way(NamedTuple):
+    """A way of timing: "graph", or one of ``device.WAYS``.
+
+    field: of the time in a row, ``unit`` times milliseconds. over: of the time of the fastest baseline over it. calls:
+    in a row; 0: as many as a variant has copies. share: of the seconds of a case. least, warm: rounds that are timed,
+    and before them.
+    """
+
+    how: str
+    field: str
+    over: str = ""
+    unit: float = 1.0
+    calls: int = 0
+    share: float = 1.0
+    least: int | None = None
+    warm: int | None = None
+
+
+@dataclass
+class Variant:
+    """One call to time.
+
+    by: makes the call of a strategy, which works on the i-th copy of the operands and returns its outputs, y first.
+    copies: calls of a recording. requested: the strategy; "" if there is no choice. check: of a strategy, its call and
+    the outputs of the last copy. note: puts more into the row. fields: of its row. within: a context of all of its
+    calls before timing.
+    """
+
+    name: str
+    by: Callable[[Any], Call]
+    copies: int
+    requested: str = ""
+    check: Callable[[str, Call, tuple[Tensor, ...]], Verdict] | None = None
+    note: Callable[[Row, "Settled", dict[str, Comparison]], None] | None = None
+    fields: Row = field(default_factory=dict)
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.requested}".rstrip()
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether others are compared with it."""
+        return not self.requested and self.name.startswith(("dense", "grouped", "stock"))
+
+
+class Settled:
+    """A variant whose strategy is chosen: ``strategy`` in recordings, ``eager`` in eager calls.
+
+    call: what is timed. now: by the strategy of recordings; outside of them "auto" may run another, by its choice or to
+    measure.
+    """
+
+    def __init__(self, variant: Variant, device: Device, graphs: bool = True) -> None:
+        self.variant, self.device = variant, device
+        self.strategy = self.eager = variant.requested
+        self.outputs: tuple[Tensor, ...] = ()
+        self.call = self.now = variant.by(variant.requested)
+        if variant.requested == "auto":
+            site = twell.AutoStrategy()
+            self.call = variant.by(site)
+            self.strategy, self.eager = settle(self.call, site, device, graphs)
+            self.now = variant.by(self.strategy)
+
+    def checked(self) -> Verdict:
+        """Check the call in memory of NaN, and what eager calls run in its place."""
+        check, last = self.variant.check, self.variant.copies - 1
+        if check is None:
+            return {}, ""
+        self.device.poison()
+        self.outputs = self.now(last)
+        compared, red = check(self.strategy, self.now, self.outputs)
+        if not red and self.eager != self.strategy:
+            other = self.variant.by(self.eager)
+            _, red = check(self.eager, other, other(last))
+        return compared, red
+
+    def recorded(self) -> tuple[Recording, str]:
+        """A recording, and its fault: a replay must give the bits of the call that was checked.
+
+        Libraries may choose other kernels in a graph: what PyTorch makes alone is checked again instead.
+        """
+        recording, check = self.device.record(self.call, self.variant.copies, self.now), self.variant.check
+        if check is None:
+            return recording, ""
+        recording.spoil()
+        recording.replay()
+        recording.wait()
+        if not self.strategy:
+            return recording, check("", self.now, recording.outputs)[1]
+        same = all(map(torch.equal, self.outputs, recording.outputs))
+        return recording, "" if same else "a replayed recording gives other bits"
+
+
+def settle(call: Call, site: twell.AutoStrategy, device: Device, graphs: bool = True) -> tuple[str, str]:
+    """Let "auto" choose for a call; its choices in recordings, if there are ``graphs``, and in eager calls."""
+    for i in range(SETTLING):
+        call(i)
+        device.wait()
+    if graphs:
+        # free of the host's time, which the choice of eager calls counts
+        device.record(call, 1)
+    chosen = {choice.graph: choice.strategy for choice in site.explain()}
+    # no choice: a device on which "auto" is always dense
+    eager = chosen.get("", "dense")
+    return chosen.get("captured", eager), eager
+
+
+def verdict(compared: dict[str, Comparison]) -> Verdict:
+    """The errors, and those that are beyond their budgets."""
+    wrong = [f"{name}: {comparison}" for name, comparison in compared.items() if not comparison.ok]
+    return compared, "; ".join(wrong)
+
+
+def whole(call: Call, parts: int) -> Tensor:
+    """y of the tokens of the first calls."""
+    return torch.cat([call(i)[0] for i in range(parts)])
+
+
+def ratio(value: float, base: float) -> float:
+    """``value`` over ``base``; 1 if both are 0, NaN if either is."""
+    return 1.0 if value == base else value / base if base else math.inf * value
+
+
+def timed(base: Row, variants: Sequence[Variant], ways: Sequence[Way], device: Device, seconds: float) -> list[Row]:
+    """The rows of a case, each with ``base`` and the variant's fields; a fault while timing costs all times."""
+    blank: Row = {name: None for way in ways for name in (way.field, way.over) if name}
+    blank |= {"requested": "", "strategy": "", "eager_strategy": "", "red": ""}
+
+    def fresh(variant: Variant) -> Row:
+        named = {"variant": variant.name, "requested": variant.requested}
+        return {**base, **blank, **named, **variant.fields}
+
+    rows = {each.key: fresh(each) for each in variants}
+    found: dict[str, tuple[Settled, Recording | None]] = {}
+    graphs = any(way.how == "graph" for way in ways)
+    for variant in variants:
+        row = rows[variant.key]
+        try:
+            with variant.within():
+                settled, recording = Settled(variant, device, graphs), None
+                errors, row["red"] = settled.checked()
+                row |= {"strategy": settled.strategy, "eager_strategy": settled.eager}
+                if variant.note is not None:
+                    variant.note(row, settled, errors)
+                if graphs and not row["red"]:
+                    recording, row["red"] = settled.recorded()
+            if not row["red"]:
+                found[variant.key] = settled, recording
+        except Exception as error:
+            # those of compilers are of many kinds
+            row["red"] = reason(error)
+    dense = [each.key for each in variants if each.is_dense and each.key in found]
+    try:
+        for way in ways:
+            recordings = {
+                key: (recording if way.how == "graph" else None)
+                or device.eager(way.how, settled.call, way.calls or settled.variant.copies)
+                for key, (settled, recording) in found.items()
+            }
+            times = measure(recordings, seconds * way.share, way.least, way.warm)
+            for key, samples in times.items():
+                fill(rows[key], way, samples, {each: times[each] for each in dense})
+    except FAILURES as error:
+        # the culprit is unknown: none has a time
+        return [rows[each.key] if rows[each.key]["red"] else fresh(each) | {"red": reason(error)} for each in variants]
+    return list(rows.values())
+
+
+def fill(row: Row, way: Way, samples: Sequence[float], dense: Mapping[str, Sequence[float]]) -> None:
+    """Put the median into a row, of the first way with its spread, and the time of the fastest baseline over it.
+
+    That is the median of the ratios of each turn, since hosts wander.
+    """
+    median, _, p10, p90 = spread(samples)
+    row[way.field] = median * way.unit
+    if "samples" not in row:
+        row |= {"samples": len(samples), f"p10_{way.field}": p10 * way.unit, f"p90_{way.field}": p90 * way.unit}
+    if way.over and dense and all(samples):
+        faster = min(dense, key=lambda key: statistics.median(dense[key]))
+        row[way.over] = statistics.median(other / own for own, other in zip(samples, dense[faster]))
+        if way.how == "graph":
+            row["faster_dense"] = faster
+
+
+def beside(base: Row, rows: Sequence[Row], *fields: str) -> Row:
+    """The rows of a case as one: each of ``fields`` is a dictionary by variant."""
+    red = "; ".join(f"{row['variant']}: {row['red']}" for row in rows if row["red"])
+    return {**base, **{name: {row["variant"]: row.get(name) for row in rows} for name in fields}, "red": red}
+
+
+# Files and tables
+
+
+def show(rows: Sequence[Row], fields: Sequence[str]) -> None:
+    """Print rows as a table of those ``fields`` that any has; a fault runs on to the right."""
+    used = [name for name in fields if any(row.get(name) not in (None, "") for row in rows)]
+    lines = [used, *([cell(row.get(name)) for name in used] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(used))]
+    faults = ["", *(f"  RED {row['red']}" if row.get("red") else "" for row in rows)]
+    for line, fault in zip(lines, faults, strict=True):
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths)) + fault)
+
+
+def cell(value: Any) -> str:
+    """A value of a row as text: numbers with three digits, the parts of a dictionary one after another."""
+    if value is None or value != value:
+        return "-"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {cell(each)}" for name, each in value.items())
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def write_json(path: Path, rows: Sequence[Any], **facts: Any) -> None:
+    """Write the facts with the date and ``rows``; infinity and NaN become null.
+
+    The file is written whole or not at all, so that an interruption leaves the old one.
+    """
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    facts = {"machine": facts.pop("machine"), "date": date, **facts, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _files.write_text(path, json.dumps(_finite(facts), indent=1, allow_nan=False) + "\n")
+
+
+def _holds_path(value: Any) -> bool:
+    return isinstance(value, Path) or (isinstance(value, (list, tuple)) and any(map(_holds_path, value)))
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with None for the numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
+
+
+def require_writable(path: Path | None) -> None:
+    """Make the folder of the path; raise RequestError unless the file can be written."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise RequestError(f"{path} is a folder: expected the name of a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError as error:
+        raise RequestError(f"{path} cannot be written: {error}") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Add the arguments that every bench has."""
+    add = parser.add_argument
+    add("--seconds", type=number_above(0), default=seconds, metavar="S", help="of turns of a case (%(default)g)")
+    add("--device", help="cuda, cuda:INDEX, or cpu, whose times mean nothing (default: cuda)")
+    add("--out", "--json", dest="out", type=Path, metavar="FILE", help="file for the rows")
+
+
+class Bench:
+    """A run: the device, the rows so far, in their file after each case, and the exit status.
+
+    ``facts``: more of what the file holds. A file that cannot be written costs no measurement.
+    """
+
+    def __init__(self, name: str, arguments: argparse.Namespace, **facts: Any) -> None:
+        require_writable(arguments.out)
+        self.name, self.facts, self.out, self.seconds = name, facts, arguments.out, arguments.seconds
+        # in the file, without paths
+        self.given = {key: value for key, value in vars(arguments).items() if not _holds_path(value)}
+        self.rows: list[Row] = []
+        self.complete = self.failed = False
+        where = pick_device(arguments.device or "cuda")
+        if where.type == "cuda":
+            torch.cuda.set_device(where)
+        self.device: Device = Gpu(where) if where.type == "cuda" else Device()
+        self.ceilings: Ceilings
+        # the machine line is read while the GPU is busy
+        self.ceilings, self.machine = self.device.ceilings(torch.bfloat16)
+
+    def step(self, text: str) -> None:
+        """Say on stderr what begins."""
+        print(f"{self.name}: {text}", file=sys.stderr, flush=True)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows and write the file."""
+        self.rows += rows
+        if self.out is None:
+            return
+        rates = {"tflops": self.ceilings.flops / 1e12, "memory_tbs": self.ceilings.memory / 1e12}
+        facts = {"machine": self.machine, "arguments": self.given, "ceilings": rates, **self.facts}
+        try:
+            write_json(self.out, self.rows, **facts, complete=self.complete)
+            self.failed = False
+        except OSError as error:
+            if not self.failed:
+                self.step(f"error: {self.out} cannot be written: {error}")
+            self.failed = True
+
+    def timed(self, base: Row, variants: Sequence[Variant], ways: Sequence[Way], share: float = 1.0) -> list[Row]:
+        """The rows of a case, which takes this share of the seconds."""
+        return timed(base, variants, ways, self.device, self.seconds * share)
+
+    def case(self, base: Row, variants: Sequence[Variant], ways: Sequence[Way]) -> list[Row]:
+        """Measure a case and add its rows."""
+        rows = self.timed(base, variants, ways)
+        self.add(rows)
+        return rows
+
+    def guarded(self, base: Row, work: Callable[[], object]) -> None:
+        """Do the work; an error is a red row of ``base``."""
+        try:
+            work()
+        except FAILURES as error:
+            # out of memory, or the late fault of an earlier kernel
+            self.add([{**base, "red": reason(error)}])
+
+    @torch.no_grad()
+    def run(self, work: Callable[[], object], shown: Sequence[str]) -> int:
+        """Do the work, print the rows and return 0, 1 if a row is red, 2 without a file, 130 after Ctrl-C."""
+        try:
+            work()
+            self.complete = True
+        except KeyboardInterrupt:
+            self.step("interrupted")
+        if self.rows or self.complete:
+            self.add([])
+        show(self.rows, shown)
+        print(self.machine)
+        red = sum(bool(row.get("red")) for row in self.rows)
+        if red:
+            print(f"{red} of {len(self.rows)} rows are red", file=sys.stderr)
+        return 130 if not self.complete else 2 if self.failed else int(red > 0)

@@ -1,0 +1,87 @@
+"""How eager calls are timed, with a GPU that records; the profiled program; steps of several GPUs."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from profiling import device, parallel
+from profiling.device import Gpu
+from profiling.nsight import profile_target
+from twell.commands.timing import Recording
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of a GPU: each call takes it 3 ms, and the host's clock goes on by 1 ms when it is read."""
+    found: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            found.append("event")
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 3.0 * found.count("call 1")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: found.append("wait"))
+    monkeypatch.setattr(device, "events", lambda: (Event(), Event()))
+    return found
+
+
+def recording(log: list[str], way: str) -> Recording:
+    def call(i: int) -> tuple[Tensor, ...]:
+        log.append(f"call {i}")
+        return ()
+
+    made = Gpu(torch.device("cuda")).eager(way, call, 2)
+    # each copy once, to load and allocate
+    assert log == ["call 0", "call 1"]
+    log.clear()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("way", "asked"),
+    [
+        # the GPU has a call when the host begins with the first one that counts
+        ("queued", ["wait", "call 0", "event", "call 0", "call 1", "event"]),
+        ("waited", ["wait", "call 0", "wait", "wait", "call 1", "wait"]),
+        ("host", ["wait", "call 0", "call 1"]),
+    ],
+)
+def test_eager_calls_on_a_gpu(log: list[str], way: str, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recording(log, way)
+    ticks = iter(range(100))
+    monkeypatch.setattr(made, "_clock", lambda: next(ticks) / 1e3)
+    span = made.replay()
+    assert log == asked
+    made.wait()
+    # of both copies: by events, by the host for each call, by the host for all
+    assert span() == pytest.approx({"queued": 3.0, "waited": 2.0, "host": 1.0}[way])
+
+
+# The profiled program, and steps of several GPUs
+
+TINY = ["--device", "cpu", "--m", "130", "--k", "64", "--n", "264", "--workload", "nnz=10,skew=1"]
+
+
+def test_every_operator_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    every = ",".join((*profile_target.OPS, *profile_target.KERNELS))
+    assert profile_target.main([every, *TINY, "--calls", "1", "--warm-up", "1"]) == 0
+    said = f"profile_target: 1 call of {every.replace(',', ', ')}: nnz=10,skew=1, 130 tokens\n"
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "red"), [(2.01, 1.04, ""), (2.03, 1.0, "loss"), (2.0, 1.06, "norm"), (2.0, math.nan, "norm")]
+)
+def test_a_step_of_several_gpus_with_another_loss_or_norm_is_red(loss: float, norm: float, red: str) -> None:
+    dense, sparse = rows = [
+        parallel.Row("ddp", f"{kind} eager", 2, 64, ms=ms) for kind, ms in (("dense", 3.0), ("sparse", 2.0))
+    ]
+    dense.loss, dense.norm, sparse.loss, sparse.norm = 2.0, 1.0, loss, norm
+    parallel.compare(rows)
+    assert sparse.red.startswith(red)
+    assert bool(sparse.red) == bool(red)
+    assert (dense.speedup, sparse.speedup) == (1.0, None if red else 1.5)
