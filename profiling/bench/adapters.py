@@ -14,7 +14,7 @@ import twell
 from profiling.bench.workloads import Source, parse
 from profiling.harness import Bench, Row, Variant, Way, add_arguments
 from twell import testing
-from twell.commands.request import at_least
+from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
 from twell.testing import FFN
 
@@ -100,6 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     def measure(source: Source) -> None:
         sizes = arguments.m, arguments.k, arguments.n
         problem = source.load(*sizes, device=bench.device.torch_device, dtype=torch.bfloat16)
+        if problem.b_gate is not None:
+            raise RequestError(f"--workload: expected layers without biases, got {source.name} with one")
         for training in (False, True):
             dy = testing.real_upstream(problem) if training else None
             for adapters in ADAPTERS:

@@ -16,7 +16,7 @@ from profiling import harness
 from profiling.harness import Bench, Row, Settled, Variant, Verdict, Way, add_arguments, verdict
 from twell import float8, testing
 from twell.commands import tune
-from twell.commands.request import at_least
+from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
 from twell.testing import Comparison, workloads
 from twell.testing.quantised import Quantised
@@ -76,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             sizes = {"m": max(arguments.m), "k": arguments.k, "n": arguments.n}
             on = bench.device.torch_device
             problem = workloads.load(name, real_layers=arguments.real_layers, device=on, **sizes)
+            if problem.b_gate is not None:
+                raise RequestError(f"--workload: expected layers without biases, got {name} with one")
             # layers whose gates together exceed L2
             count = max(1, min(8, _BEYOND_L2 // problem.w_gate.numel()))
             layers = [Weights(problem), *(Weights(problem.map(torch.clone)) for _ in range(count - 1))]

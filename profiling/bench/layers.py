@@ -126,7 +126,7 @@ class Layer:
 
     def fires(self, x: Tensor) -> Tensor:
         """Which neurons these tokens fire."""
-        return self.activation.after(F.linear(x, self.problem.w_gate)) != 0
+        return self.activation.after(F.linear(x, self.problem.w_gate, self.problem.b_gate)) != 0
 
     def row(self, source: Source, tokens: int, nonzeros: float) -> Row:
         return {

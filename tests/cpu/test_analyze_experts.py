@@ -234,12 +234,11 @@ def test_recorded_experts_reproduce_the_layer(
     assert problem["activation"] == ("relu2" if nemotron else "relu")
     assert problem["w_down"].stride(1) == 1
     y = twell.sparse_experts(**problem)
-    # rounded to int8; a few tokens near two experts may have taken another one in a batch
+    # rounded to bfloat16; a few tokens near two experts may have taken another one in a batch
     errors = (y - right).norm(dim=1) / right.norm(dim=1)
-    assert float(errors.median()) < 0.05
+    assert float(errors.median()) < 0.01
     assert float((errors > 0.2).double().mean()) < 0.01
     with np.load(out / f"experts{number}.npz") as arrays:
         assert arrays["first"].nonzero()[0].tolist() == list(range(0, TOKENS, LENGTH))
-        assert {arrays[name].dtype.name for name in ("x", "w_up", "w_down")} == {"int8"}
     with pytest.raises(RequestError, match=f"--layers: expected some of {'0' if nemotron else '0, 1'}, got 5"):
         run(record, folder, "--text", words, "--layers", 5, "--out", tmp_path / "new")

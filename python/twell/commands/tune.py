@@ -130,7 +130,7 @@ def figures_of(problem: FFN, screen: bool = False) -> Figures:
     whole = m // tile * tile
     nonzeros, fired, heaviest = 0, 0, 0
     for x in torch.split(problem.x, 128 * tile):
-        active = F.relu(F.linear(x, problem.w_gate)) != 0
+        active = F.relu(F.linear(x, problem.w_gate, problem.b_gate)) != 0
         groups = F.pad(active.sum(1), (0, -len(active) % rates.HEAVY_GROUP)).view(-1, rates.HEAVY_GROUP).sum(1)
         nonzeros, heaviest = nonzeros + int(groups.sum()), max(heaviest, int(groups.max()))
         tiles = len(active) // tile

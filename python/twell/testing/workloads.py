@@ -166,36 +166,47 @@ def load_real(
 ) -> FFN:
     """Read ``folder/layer{layer}.npz``, a recorded layer; its tokens repeat up to m, up and down weights are random.
 
-    The file holds ``x`` int8 [tokens, K] and ``x_scale`` [tokens, 1] or [1, K]; ``w`` int8 [alive, K] and ``w_scale``,
-    the gate rows of the neurons that fire at least once; ``alive``, their indices; ``n``, the number of neurons; and
-    ``quiet`` [K], a direction whose product with every token is about 1. The other gate rows are noise minus a multiple
-    of ``quiet``: those neurons stay silent without zero weights, which would run cooler and faster than real ones.
-    Needs numpy. Raises FileNotFoundError if the layer is not in the folder, ValueError if its arrays do not fit.
+    The file holds ``x`` [tokens, K], ``w`` [N, K], the gate weight, and ``b`` [N] if there is a bias, as the bits of
+    bfloat16. An older one holds ``x`` and ``w`` in int8 with scales ``x_scale`` and ``w_scale``; ``w`` has the rows of
+    the neurons ``alive`` of ``n``, and ``quiet`` [K] is a direction whose product with every token is about 1. The
+    other gate rows are noise minus a multiple of it: those neurons stay silent without zero weights, which would run
+    cooler and faster than real ones. Needs numpy. Raises FileNotFoundError if the layer is not in the folder, ValueError if
+    its arrays do not fit.
     """
     import numpy as np
 
-    path = Path(folder) / f"layer{layer}.npz"
-    with np.load(path) as arrays:
-        stored = {key: torch.from_numpy(arrays[key]) for key in ("x", "x_scale", "w", "w_scale", "alive", "quiet")}
-        n = int(arrays["n"])
-    x = stored["x"].float() * stored["x_scale"]
-    k, alive = x.shape[1], stored["alive"].long()
-    distinct = len(set(alive.tolist()))
-    if not (len(x) and distinct == len(alive) == len(stored["w"]) and ((alive >= 0) & (alive < n)).all()):
-        raise ValueError(
-            f"{path}: expected tokens, and a row of w for each of the distinct neurons alive below n = {n}, got "
-            f"{len(x)} tokens, {len(stored['w'])} rows and {distinct} distinct neurons of {len(alive)}"
-        )
-    generator = torch.Generator().manual_seed(seed)
+    path, generator = Path(folder) / f"layer{layer}.npz", torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cpu")
 
-    w_gate = normal(n, k) * (0.6 / x.norm(dim=1).mean()) - 4.0 * stored["quiet"]
-    w_gate[alive] = stored["w"].float() * stored["w_scale"]
+    with np.load(path) as arrays:
+        x, w = (_stored(arrays, name) for name in "xw")
+        b = _stored(arrays, "b") if "b" in arrays else None
+        rows = {name: torch.from_numpy(arrays[name]) for name in ("alive", "quiet") if name in arrays}
+        n, k = int(arrays["n"]) if rows else len(w), x.shape[1]
+    alive = rows["alive"].long() if rows else torch.arange(n, device="cpu")
+    distinct = len(set(alive.tolist()))
+    if not (len(x) and distinct == len(alive) == len(w) and ((alive >= 0) & (alive < n)).all()):
+        raise ValueError(
+            f"{path}: expected tokens, and a row of w for each of the distinct neurons alive below n = {n}, got "
+            f"{len(x)} tokens, {len(w)} rows and {distinct} distinct neurons of {len(alive)}"
+        )
+    w_gate = w
+    if rows:
+        w_gate = normal(n, k) * (0.6 / x.norm(dim=1).mean()) - 4.0 * rows["quiet"]
+        w_gate[alive] = w
     w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
     x = x.repeat(math.ceil(m / x.shape[0]), 1)[:m]
-    return FFN(*(t.to(device, dtype) for t in (x, w_gate, w_up, w_down)))
+    return FFN(x, w_gate, w_up, w_down, b).map(lambda t: t.to(device, dtype))
+
+
+def _stored(arrays: Any, name: str) -> Tensor:
+    """An array of a file in float32: of the bits of bfloat16, or of int8 with a scale."""
+    array = torch.from_numpy(arrays[name])
+    if f"{name}_scale" in arrays:
+        return array.float() * torch.from_numpy(arrays[f"{name}_scale"])
+    return array.view(torch.bfloat16).float()
 
 
 def load_experts(
@@ -203,22 +214,19 @@ def load_experts(
 ) -> dict[str, Any]:
     """Read ``folder/experts{layer}.npz``, a recorded layer of experts: the arguments of ``twell.sparse_experts``.
 
-    The file holds ``x`` int8 [T, K] and ``x_scale`` [T, 1] or [1, K]; ``expert_ids`` int32 and ``weights`` float32
-    [T, k], the routes; ``w_up``, ``w_down`` and, with a gate, ``w_gate``, int8 [E, N, K], each with a scale [E, N, 1]
-    such as ``w_up_scale``; the name of the ``activation``; and ``first``, bool [T], true where a sequence begins.
+    The file holds ``x`` [T, K]; ``expert_ids`` int32 and ``weights`` float32 [T, k], the routes; ``w_up``, ``w_down``
+    and, with a gate, ``w_gate`` [E, N, K]; the name of the ``activation``; and ``first``, bool [T], true where a
+    sequence begins. Tensors are the bits of bfloat16 or, in older files, int8 with scales such as ``w_up_scale``.
     ``w_down`` is returned as the view [E, K, N], which kernels read in place. Needs numpy. Raises FileNotFoundError if
     the layer is not in the folder.
     """
     import numpy as np
 
     with np.load(Path(folder) / f"experts{layer}.npz") as arrays:
-        scaled = {name: (arrays[name], arrays[f"{name}_scale"]) for name in arrays.files if f"{name}_scale" in arrays}
+        names = [name for name in ("x", "w_gate", "w_up", "w_down") if name in arrays]
+        problem = {name: _stored(arrays, name).to(device, dtype) for name in names}
         routes = {name: torch.from_numpy(arrays[name]).to(device) for name in ("expert_ids", "weights")}
         activation = str(arrays["activation"])
-    problem = {
-        name: (torch.from_numpy(integers).to(device).float() * torch.from_numpy(scale).to(device)).to(dtype)
-        for name, (integers, scale) in scaled.items()
-    }
     problem["w_down"] = problem["w_down"].transpose(1, 2)
     return {**problem, **routes, "activation": activation}
 
