@@ -170,8 +170,8 @@ def load_real(
     bfloat16. An older one holds ``x`` and ``w`` in int8 with scales ``x_scale`` and ``w_scale``; ``w`` has the rows of
     the neurons ``alive`` of ``n``, and ``quiet`` [K] is a direction whose product with every token is about 1. The
     other gate rows are noise minus a multiple of it: those neurons stay silent without zero weights, which would run
-    cooler and faster than real ones. Needs numpy. Raises FileNotFoundError if the layer is not in the folder, ValueError if
-    its arrays do not fit.
+    cooler and faster than real ones. Needs numpy. Raises FileNotFoundError if the layer is not in the folder,
+    ValueError if its arrays do not fit.
     """
     import numpy as np
 
