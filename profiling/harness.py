@@ -314,9 +314,10 @@ class Bench:
         self.rows: list[Row] = []
         self.complete = self.failed = False
         where = pick_device(arguments.device or "cuda")
+        self.device: Device = Device()
         if where.type == "cuda":
-            torch.cuda.set_device(where)
-        self.device: Device = Gpu(where) if where.type == "cuda" else Device()
+            torch.cuda.set_device(where.index or 0)
+            self.device = Gpu(torch.device("cuda", where.index or 0))
         self.ceilings: Ceilings
         # the machine line is read while the GPU is busy
         self.ceilings, self.machine = self.device.ceilings(torch.bfloat16)

@@ -74,7 +74,8 @@ def by(problem: FFN, adapters: str, rank: int, dy: Tensor | None, way: str) -> C
     call = call_of(torch.compile(module) if way == "dense compiled" else module, problem.x, dy)
 
     def of(strategy: Any) -> Call:
-        if strategy:
+        # what it chooses is for it to run
+        if isinstance(strategy, twell.AutoStrategy):
             module.strategy = strategy
         return call
 
