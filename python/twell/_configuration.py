@@ -105,6 +105,11 @@ def as_stock(config: Any) -> dict[Key, Activation]:
     return found
 
 
+def stock_activations() -> list[str]:
+    """The activations that transformers has."""
+    return list(sys.modules["transformers.activations"].ACT2FN)
+
+
 def made_by(model: Any) -> dict[Key, list[str]]:
     """For each key that names an activation, the modules of ``model``'s stock class, and attributes, that it makes.
 
@@ -112,9 +117,8 @@ def made_by(model: Any) -> dict[Key, list[str]]:
     """
     config = copy.deepcopy(model.config)
     as_stock(config)
-    stock = sys.modules["transformers.activations"].ACT2FN
     before, found = _built(model, config), dict[Key, list[str]]()
-    for key in keys_naming(config, stock):
+    for key in keys_naming(config, stock_activations()):
         changed = copy.deepcopy(config)
         key.write(changed, Activation("relu2") if key.read(config) == "relu" else RELU)
         after = _built(model, changed)
@@ -168,9 +172,9 @@ def is_within(name: str, outer: str) -> bool:
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 
-def is_named(config: Any, activations: Iterable[Activation]) -> bool:
-    """Whether all of the family that a configuration names is the one activation that all layers have."""
-    made, found = set(activations), keys_naming(config, FAMILY)
+def is_named(config: Any, activations: Iterable[Activation], among: Container[str] = FAMILY) -> bool:
+    """Whether all ``among`` some activations that a configuration names is the one that all layers have."""
+    made, found = set(activations), keys_naming(config, among)
     if len(made) != 1 or not found:
         return False
     (one,) = made

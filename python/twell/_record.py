@@ -166,7 +166,8 @@ def _recorded(model: Any) -> Iterator[None]:
     vars(model.config).pop(RECORD_KEY, None)
     try:
         left: dict[str, str] = {}
-        if found and not _configuration.is_named(config, found.values()):
+        every = (*_configuration.OWN, *_configuration.stock_activations())
+        if found and not _configuration.is_named(config, found.values(), every):
             left = _name(model, found)
         if entries := _entries(model, left):
             setattr(model.config, RECORD_KEY, entries)
@@ -182,6 +183,8 @@ def _name(model: Any, found: Mapping[str, Activation]) -> dict[str, str]:
     try:
         named, left = _configuration.keys_of(model, found)
     except ValueError as error:
+        if _configuration.is_named(model.config, found.values()):
+            return {}
         named, left = {}, dict.fromkeys(found, str(error))
     for key, activation in named.items():
         key.write(model.config, activation)

@@ -162,13 +162,15 @@ def load(
     # before the slow part
     for path in arguments.text:
         _require_text(path)
-    with _hf():
+    # ImportError without transformers
+    from twell.integrations import experts as stacked
+    from twell.integrations import transformers as integration
+
+    with _reading(folder, "a configuration"):
+        integration.read_configuration(folder, {"local_files_only": True})
+    with _reading(folder, "a tokenizer"):
         from transformers import AutoTokenizer
 
-        from twell.integrations import experts as stacked
-        from twell.integrations import transformers as integration
-    _require_causal(folder, content)
-    with _reading(folder, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with _reading(folder, "a model"):
         dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
@@ -201,8 +203,6 @@ def load(
         raise WithoutZeros(message, folder, _replaced(planned), [c.shape for c in planned.candidates], left) from error
     if not experts and not _sparsify.layers(model):
         raise RequestError("MODEL: expected layers besides experts stacked in one tensor, got such experts alone")
-    for layer in _sparsify.layers(model).values():
-        layer.strategy = "dense"
     stored = (content.get("quantization_config") or {}).get("quant_method", "")
     return Loaded(model.to(device).eval(), tokenizer, folder, was, left, stored)
 
@@ -264,24 +264,6 @@ def _require_files(folder: Path, what: str, names: Sequence[str]) -> None:
         raise RequestError(f"MODEL: expected {what} in {str(folder)!r} ({names[0]} or the like), got none")
 
 
-def _require_causal(folder: Path, content: dict[str, Any]) -> None:
-    """Raise RequestError unless transformers has a causal language model of the folder's kind."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as names
-
-    kind: str = content["model_type"]
-    own = layouts.stock_of_sparse(content) is not None
-    whole = [name for name in content.get("architectures") or () if name != names.get(kind)]
-    if not own and (kind not in names or (whole and content.get("is_encoder_decoder"))):
-        raise RequestError(
-            f"MODEL: expected a causal language model that transformers knows, got model_type {kind!r} in "
-            f"{str(folder)!r}{f' by {whole[0]}' if whole else ''}: twell.analyze counts its zeros in Python"
-        )
-    with _reading(folder, "a configuration"):
-        if not own:
-            AutoConfig.from_pretrained(folder, local_files_only=True)
-
-
 @contextmanager
 def _reading(folder: Path, what: str) -> Iterator[None]:
     """Turn any error of transformers about a folder into a RequestError of one line."""
@@ -295,14 +277,6 @@ def _line(error: Exception) -> str:
     """The type of an error and the first line of its text."""
     text = next(iter(str(error).strip().splitlines()), "")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-@contextmanager
-def _hf() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"{error}. Reading models needs transformers: pip install 'twell[hf]'") from error
 
 
 def read(loaded: Loaded, arguments: argparse.Namespace, least: int, many: int = 1) -> Text:
