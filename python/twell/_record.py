@@ -25,7 +25,6 @@ from twell import _configuration
 from twell._activation import Activation, activation_of
 from twell._configuration import RECORD_KEY
 from twell._runtime.log import logger
-from twell.integrations import float8_layouts
 
 E4M3 = torch.float8_e4m3fn
 _FORMAT = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -200,7 +199,7 @@ def _name(model: Any, found: Mapping[str, Activation]) -> dict[str, str]:
 def _quantised(model: nn.Module, stated: Any) -> dict[str, Any] | None:
     """The ``quantization_config`` of a model's layers in e4m3; None without. Raises NotImplementedError."""
     weights = {name: weight for name, weight in _weights(model).items() if weight.dtype == E4M3}
-    if stated is not None and (weights or _differ(model, stated)):
+    if stated is not None and (weights or any("_dequantised" in vars(module) for module in model.modules())):
         raise NotImplementedError(
             "save_pretrained: weights must be stored as the configuration says, got layers of twell with others in "
             "place of quantised ones: the files that the model was loaded from hold the same values"
@@ -237,13 +236,3 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
         for inner, projection in layer.named_modules(prefix=name)
         if (weight := projection._parameters.get("weight")) is not None
     }
-
-
-def _differ(model: nn.Module, stated: Any) -> bool:
-    """Whether a configuration tells of weights in e4m3 where layers of twell have others."""
-    settings = stated if isinstance(stated, Mapping) else stated.to_dict()
-    try:
-        return any(float8_layouts.how(settings, name) is not None for name in _weights(model))
-    except NotImplementedError:
-        # weights of other formats, which layers keep as they are
-        return False

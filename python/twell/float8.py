@@ -11,7 +11,7 @@ with gate and up [N, K] and down [K, N], as models hold them. Products of two e4
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -241,6 +241,12 @@ def _shapes(shape: torch.Size) -> dict[Granularity, list[list[int]]]:
         "row": [[*lead, rows], [*lead, rows, 1]],
         "block": [[*lead, high, wide], [*lead, high, 1, wide, 1]],
     }
+
+
+def granularity_of(shape: Sequence[int], scale: Sequence[int]) -> Granularity | None:
+    """The granularity of a scale of this shape, of a weight; None if it is no scale of it."""
+    found = _shapes(torch.Size(shape)).items()
+    return next((kind for kind, shapes in found if list(scale) in shapes), None)
 
 
 def _chunks(shape: torch.Size) -> Iterator[tuple[tuple[int, ...], slice]]:

@@ -198,27 +198,26 @@ def by(part: str, change: Callable[[Tensor], Tensor]) -> Any:
 
 CHANNEL = {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
 WITHOUT = "3 of 3 layers run as without twell: "
+SIXTEEN = "must be BF16 or F16 or F32, or F8_E4M3 with a scale, for vLLM to serve it"
 MATRIX = "proj.weight must be a matrix of at least one row and column, got "
-FORMATS = "a scale by row, tensor or block of 128 x 128, got {}: take a checkpoint in bfloat16 or in such"
 # how weights and configurations change, and what is said, in an error or not
 FILES: dict[str, tuple[Any, str]] = {
     "as they are": (None, "vLLM turns them to 16; with --dtype float32 they run as without twell"),
     "in 16 bits": (lambda _, w: w.bfloat16(), "vLLM serves LlamaForCausalLM with ReLU, through twell\nFigures"),
     "in e4m3": (quantised(CHANNEL), "3 of 3 layers have weights in e4m3: so has their dense, which copies no weight"),
     "a part in e4m3": (quantised(ignoring("*.1.*", "*.2.*"), layers="layers.0."), "1 of 3 layers have weights in e4m3"),
-    "lists that lie": (quantised(ignoring("*.1.*")), "layers.1.mlp.gate_proj.weight must be BF16 or F16"),
     "a gate in 16 bits": (quantised(ignoring("*.gate_proj"), layers="up_proj|down_proj"), "scales by row and by none"),
     "scales of blocks": (quantised({"quant_algo": "FP8_PB_WO"}, "block"), f"{WITHOUT}weights in e4m3 must"),
     "e4m3 in float16": (quantised(CHANNEL, dtype="float16"), f"{WITHOUT}the model must be in bfloat16"),
-    "NVFP4": (packed({"quant_algo": "NVFP4"}, "weight"), FORMATS.format("quant_algo NVFP4")),
-    "AWQ": (packed({"quant_method": "awq"}, "qweight"), FORMATS.format("quant_method awq")),
+    "NVFP4": (packed({"quant_algo": "NVFP4"}, "weight"), f"{SIXTEEN} through twell, got U8 by NVFP4"),
+    "AWQ": (packed({"quant_method": "awq"}, "qweight"), "F32 or F8_E4M3, got a checkpoint by awq"),
     "no gate": (without("1.mlp.gate_proj"), f"model.layers.1.mlp.gate_{MATRIX}none"),
     "no down": (without("1.mlp.down_proj"), f"1.mlp.down_{MATRIX}none"),
     "no last layer": (without("layers.2."), "num_hidden_layers = 3, got 2 layers from 0 to 1"),
     "no first layer": (without("layers.0."), "num_hidden_layers = 3, got 2 layers from 1 to 2"),
     "a tower": (lambda name, w: {name: w, f"tower.{name}": w.clone()}, "a number of its own, got model."),
     "nothing": (by(".mlp.", lambda w: w[:, :0] if len(w) == 64 else w[:0]), f"{MATRIX}[0, 64]"),
-    "int8": (by("up_proj", lambda w: w.to(torch.int8)), "must be BF16 or F16 or F32 for vLLM to serve it"),
+    "int8": (by("up_proj", lambda w: w.to(torch.int8)), SIXTEEN),
     "e4m3 alone": (by("down_proj", lambda w: w.to(torch.float8_e4m3fn)), "through twell, got F8_E4M3"),
     "narrow": (by("1.mlp.down", lambda w: w[:, :-8]), "must be [64, 320] (linear) or [320, 64] (rows), got [64, 312]"),
     "rows": (by("down_proj", lambda w: w.T), "vLLM reads down weights [hidden, intermediate]"),

@@ -45,8 +45,6 @@ twell: _quantised
 twell: _choice
 twell: _execution
 twell: functional experts _down_layout
-# reads files, imports no library of others
-twell: integrations.float8_layouts
 twell: _configuration
 twell: _record
 twell: _settings

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 import twell
 from tests.cpu import float8_models, saved_models, test_experts_transformers
 from twell import float8
-from twell._sparsify.quantised import Float8Down
+from twell._sparsify.quantised import Float8Down, require_e4m3
 from twell.commands import analyze
 from twell.integrations import experts as stacked
-from twell.integrations import float8_layouts
 from twell.integrations import transformers as twell_hf
 from twell.nn import Float8MLP
 
@@ -167,7 +167,8 @@ class Linear4bit(nn.Linear):
 
 
 def with_blocks(model: Any) -> None:
-    model.model.layers[0].mlp.up_proj.block_size = [1, 32]
+    linear = model.model.layers[0].mlp.up_proj
+    linear.weight_scale_inv = nn.Parameter(torch.ones(float8_models.N, float8_models.K // 32))
 
 
 def with_hook(model: Any) -> None:
@@ -190,7 +191,10 @@ def in_4_bits(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (with_blocks, r"up_proj must be in bfloat16, or weights and inputs in e4m3 .*, got blocks of \[1, 32\]: take"),
+        (
+            with_blocks,
+            r"up_proj: scale must be .* or \[2, 1\] by block .* got \[256, 4\]",
+        ),
         (with_hook, "has forward_hooks on up_proj"),
         (without_scale, "up_proj: a weight in e4m3 must be weight and weight_scale or weight_scale_inv, got weight"),
         (dequantised_in_place, r"up_proj must hold its weight in torch.float8_e4m3fn, got torch.bfloat16: sparsify"),
@@ -367,13 +371,43 @@ def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) and not hasattr(module, "record"):
             continue
-        scheme = float8_layouts.how(content, name)
-        assert (scheme is not None) == hasattr(module, "record"), name
-        if scheme is not None:
-            tensors = {key.removeprefix(f"{name}."): t for key, t in files.items() if key.startswith(f"{name}.")}
-            found, inputs = float8_layouts.weight_of(scheme, tensors)
-            assert inputs is None
+        targets = content["quantization_config"]["config_groups"]["group_0"]["targets"]
+        meant = any(re.match(target.removeprefix("re:"), name) for target in targets)
+        assert meant == hasattr(module, "record"), name
+        if meant:
+            found = float8.float8(files[f"{name}.weight"], files[f"{name}.weight_scale"], "row")
             assert torch.equal(found.dequantize(torch.float32), module.record().dequantize(torch.float32))
+
+
+GROUP = float8_models.compressed("channel", {"strategy": "token", "dynamic": True})["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "why"),
+    [
+        ({}, {}, ""),
+        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, ""),
+        ({"strategy": "block"}, {"strategy": "group"}, ""),
+        ({"num_bits": 4, "type": "int", "strategy": "group"}, {}, "weights of 4-bit int by group and"),
+        ({"type": "int"}, {}, "weights of 8-bit int by channel"),
+        ({"symmetric": False}, {}, "weights of 8-bit float with offsets by channel"),
+        ({"strategy": "group"}, {}, "weights of 8-bit float by group"),
+        ({"dynamic": True}, {}, "weights of 8-bit float by channel"),
+        ({}, None, "static inputs of 16-bit float by None"),
+        ({}, {"type": "int"}, "dynamic inputs of 8-bit int by token"),
+        ({}, {"dynamic": "local"}, "inputs of 8-bit float by token"),
+        ({}, {"dynamic": False}, "static inputs of 8-bit float by token"),
+        ({"strategy": "block"}, {"strategy": "tensor", "dynamic": False}, "static inputs of 8-bit float by tensor"),
+    ],
+)
+def test_groups_of_compressed_tensors(weights: Any, inputs: Any, why: str) -> None:
+    given = None if inputs is None else GROUP["input_activations"] | inputs
+    group = {"weights": GROUP["weights"] | weights, "input_activations": given}
+    if not why:
+        require_e4m3("up", group)
+        return
+    with pytest.raises(NotImplementedError, match=f"^up must be in bfloat16, or .* got .*{why}.*: take a checkpoint"):
+        require_e4m3("up", group)
 
 
 @pytest.mark.parametrize("activation", ["drelu", "fatrelu"])

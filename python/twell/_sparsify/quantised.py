@@ -12,8 +12,11 @@ from twell._float8_mlp import Float8MLP, Float8Projection
 from twell._plain import only_moves
 from twell._record import watch
 from twell._sparsify.modules import DeferredUp, PairDown
-from twell.float8 import E4M3, Float8
-from twell.integrations import float8_layouts
+from twell.float8 import BLOCK, E4M3, Float8, float8
+
+# Strategies of compressed-tensors, and the names of scales beside a weight, which multiply: its own, and of inputs.
+_BY = ("channel", "tensor", "block")
+SCALES, INPUTS = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 
 
 class Stored(NamedTuple):
@@ -30,6 +33,8 @@ class Stored(NamedTuple):
         made.weight = nn.Parameter(self.weight.dequantize(torch.bfloat16), requires_grad=False)
         if self.bias is not None:
             made.bias = nn.Parameter(self.bias.detach(), requires_grad=False)
+        # files of the model have another
+        vars(made)["_dequantised"] = True
         return made
 
 
@@ -41,37 +46,62 @@ def stored(where: str, linear: Any) -> Stored | None:
     """
     code, kind = _code(linear), type(linear).__name__
     tensors = {key: t for key, t in (*linear._parameters.items(), *linear._buffers.items()) if t is not None}
-    settings: dict[str, Any] = {}
-    if kind == "FP8Linear" and code == "transformers.integrations.finegrained_fp8":
-        settings = {"quant_method": "fp8", "weight_block_size": linear.block_size}
-        settings["activation_scheme"] = linear.activation_scheme
-    elif kind == "CompressedTensorsFP8Linear" and code == "transformers.integrations.compressed_tensors":
+    if kind == "CompressedTensorsFP8Linear" and code == "transformers.integrations.compressed_tensors":
         # inputs are quantised by token whatever the checkpoint says, and scales lie in a row
-        scheme: Any = float8_layouts.Scheme("row")
-        tensors["weight_scale"] = tensors["weight_scale"].t()
+        tensors = {"weight": tensors["weight"], "weight_scale": tensors["weight_scale"].t()}
     elif hasattr(linear, "quantization_scheme") and code.startswith("compressed_tensors."):
-        group = linear.quantization_scheme.model_dump(mode="json") | {"targets": ["Linear"]}
-        settings = {"quant_method": "compressed-tensors", "config_groups": {"": group}}
+        require_e4m3(where, linear.quantization_scheme.model_dump(mode="json"))
     elif type(linear) is nn.Linear and linear.weight.dtype == E4M3:
         raise NotImplementedError(
             f"{where} must have a scale beside its weight in e4m3, got none: transformers reads scales "
             "of compressed-tensors, and weight_scale_inv of quant_method fp8"
         )
-    else:
+    elif kind != "FP8Linear" or code != "transformers.integrations.finegrained_fp8":
         return None
-    if settings:
-        scheme = float8_layouts.how(settings, where)
-    dtype = tensors["weight"].dtype if "weight" in tensors else None
-    if scheme is None or dtype != E4M3:
+    weight, scale, inputs = (
+        next((tensors[n] for n in names if n in tensors), None) for names in (("weight",), SCALES, INPUTS)
+    )
+    if weight is None or weight.dtype != E4M3:
         raise ValueError(
-            f"{where} must hold its weight in {E4M3}, got {dtype}: sparsify the model before it runs first, which "
-            "dequantises it, or load it with dequantize=True"
+            f"{where} must hold its weight in {E4M3}, got {None if weight is None else weight.dtype}: sparsify the "
+            "model before it runs first, which dequantises it, or load it with dequantize=True"
         )
+    if scale is None:
+        got = ", ".join(sorted(tensors))
+        raise ValueError(f"{where}: a weight in e4m3 must be weight and {' or '.join(SCALES)}, got {got}")
     try:
-        weight, inputs = float8_layouts.weight_of(scheme, tensors)
+        # exponents, from writers without the dtype
+        record = float8(weight, scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale)
+        static = None if inputs is None else float8(weight, inputs, "tensor").scale
     except (TypeError, ValueError) as error:
         raise type(error)(f"{where}: {error}") from None
-    return Stored(weight, linear.bias, inputs)
+    return Stored(record, linear.bias, static)
+
+
+def require_e4m3(where: str, group: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError unless compressed-tensors' weights and inputs of a group are those of a ``Float8MLP``.
+
+    Scales are by row, tensor or block; inputs are quantised by token, group or tensor as they come, or have one scale.
+    """
+    weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
+    by, dynamic = weights.get("strategy"), inputs.get("dynamic", False)
+    is_e4m3 = all(
+        (each.get("num_bits"), each.get("type"), each.get("symmetric", True)) == (8, "float", True)
+        for each in (weights, inputs)
+    )
+    static = not dynamic and inputs.get("strategy") == "tensor" and by != "block"
+    if not is_e4m3 or by not in _BY or weights.get("dynamic") or not (dynamic is True or static):
+        kind = "dynamic" if dynamic else "static"
+        raise NotImplementedError(
+            f"{where} must be in bfloat16, or weights and inputs in e4m3 with a scale by row, tensor or block of "
+            f"{BLOCK} x {BLOCK}, got weights of {_said(weights)} and {kind} inputs of {_said(inputs)}: take a "
+            "checkpoint in bfloat16 or in such a format, as FP8_DYNAMIC of compressed-tensors"
+        )
+
+
+def _said(numbers: Mapping[str, Any]) -> str:
+    offset = "" if numbers.get("symmetric", True) else " with offsets"
+    return f"{numbers.get('num_bits', 16)}-bit {numbers.get('type', 'float')}{offset} by {numbers.get('strategy')}"
 
 
 def _code(linear: Any) -> str:

@@ -11,10 +11,12 @@ from typing import Any
 from twell import _configuration, _record
 from twell._activation import NAMES_OF_FAMILY, activation_of
 from twell._analyze.figures import LayerSparsity
+from twell._sparsify.quantised import SCALES, require_e4m3
 from twell.choose.plan import PACKED_DTYPES, Facts, Route, unpackable
 from twell.commands import saved_model
 from twell.commands.request import RequestError
-from twell.integrations import float8_layouts, layouts, vllm
+from twell.float8 import granularity_of
+from twell.integrations import layouts, vllm
 
 # Names in headers of safetensors files; vLLM turns weights of 32 bits to 16.
 _DTYPES = ("BF16", "F16", "F32")
@@ -23,7 +25,6 @@ _E4M3 = "F8_E4M3"
 _MODELOPT = "hf_quant_config.json"
 
 _UP = re.compile(r"(?P<layer>(?:^|.*\.)(?P<number>\d+)\..*)up_proj\.weight$")
-_PROJECTION = re.compile(r"((?:^|.*\.)\d+\..*(?:gate|up|down)_proj)\.")
 
 
 def read(folder: Path, content: dict[str, Any], ranks: int) -> tuple[list[LayerSparsity], Route, list[str]]:
@@ -106,10 +107,13 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
     tensors = {name: stored for path in paths for name, stored in layouts.read_header(path).items()}
     # files of other formats have other names and shapes
     quantised = content.get("quantization_config") or content.get("compression_config")
-    beside = folder / _MODELOPT
-    settings = layouts.read_json(beside) if not quantised and beside.is_file() else content
-    projections = dict.fromkeys(match[1] for name in tensors if (match := _PROJECTION.match(name)))
-    schemes = {projection: float8_layouts.how(settings, projection) for projection in projections}
+    if not quantised and (folder / _MODELOPT).is_file():
+        quantised = layouts.read_json(folder / _MODELOPT).get("quantization")
+    quantised = quantised if isinstance(quantised, dict) else {}
+    for group in (quantised.get("config_groups") or {}).values():
+        if isinstance(group, dict) and (group.get("weights") or {}).get("num_bits") == 8:
+            require_e4m3("its layers", group)
+    by = quantised.get("quant_algo") or quantised.get("quant_method")
     markers = {name: marker for path in paths for name, marker in layouts.markers(str(path)).items()}
     found, used = [], set()
     for name, up in tensors.items():
@@ -119,14 +123,17 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
         form = None
         for which in ("gate", "up", "down"):
             projection = f"{match['layer']}{which}_proj"
-            weight, scheme = tensors.get(f"{projection}.weight"), schemes.get(projection)
-            kind, dtypes = (scheme.granularity, (_E4M3,)) if scheme else ("", _DTYPES)
+            weight, kind = tensors.get(f"{projection}.weight"), ""
+            scale = next((tensors[key] for each in SCALES if (key := f"{projection}.{each}") in tensors), None)
+            if quantised and weight is not None and weight[0] == _E4M3 and scale is not None:
+                kind = granularity_of(weight[1], scale[1]) or "other shape"
             if weight is None or len(weight[1]) != 2 or 0 in weight[1]:
                 got = "none" if weight is None else str(list(weight[1]))
+                got += f" in a checkpoint by {by}" if by else ""
                 said = f"{projection}.weight must be a matrix of at least one row and column, got {got}"
-            elif weight[0] not in dtypes:
-                expected = f"{' or '.join(dtypes)} for vLLM to serve it through twell"
-                said = f"{projection}.weight must be {expected}, got {weight[0]}"
+            elif weight[0] not in _DTYPES and not kind:
+                expected = f"{' or '.join(_DTYPES)}, or {_E4M3} with a scale, for vLLM to serve it through twell"
+                said = f"{projection}.weight must be {expected}, got {weight[0]}{f' by {by}' if by else ''}"
             elif form not in (None, kind):
                 got = f"scales by {kind or 'none'} and by {form or 'none'}"
                 said = f"{projection} must be quantised as the projections beside it, which vLLM merges, got {got}"
@@ -135,8 +142,8 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
                 continue
             raise RequestError(f"MODEL: {said}")
         reason = ""
-        if form == "block":
-            reason = "weights in e4m3 must have a scale for each row, or one in all, got scales of blocks"
+        if form not in ("", "row", "tensor"):
+            reason = f"weights in e4m3 must have a scale for each row, or one in all, got scales of {form}s"
         elif form and content.get("dtype", content.get("torch_dtype")) == "float16":
             reason = "the model must be in bfloat16 with weights in e4m3, got float16"
         dtype, (n, k) = up
@@ -151,6 +158,8 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
         where = match["layer"].rstrip("."), int(match["number"])
         found.append(LayerSparsity(*where, True, k, n, float8=dtype == _E4M3, reason=reason))
         used.add(dtype)
+    if by and not found:
+        raise RequestError(f"MODEL: weights must be {' or '.join(_DTYPES)} or {_E4M3}, got a checkpoint by {by}")
     return sorted(found, key=lambda layer: layer.number), used
 
 
