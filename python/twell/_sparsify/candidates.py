@@ -19,9 +19,7 @@ from twell._runtime import geometry, specs
 from twell._sparsify.equivalence import (
     MODES,
     NOTHING,
-    CannotCopyError,
     Copies,
-    Difference,
     Form,
     Put,
     difference,
@@ -41,11 +39,6 @@ _HOOKS = (
 )
 
 _MACHINERY = frozenset(vars(nn.Module()))
-
-# Methods of every module besides those that a run calls or that print: a layer in its place would lose its override.
-_INHERITED = frozenset(
-    name for name, value in vars(nn.Module).items() if callable(value) and not (name[:2] == name[-2:] == "__")
-) - {"forward", "extra_repr", "_get_name", "_call_impl", "_wrapped_call_impl"} | {"__getstate__", "__setstate__"}
 
 LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
@@ -299,11 +292,12 @@ def _prove(
     first = Candidate("", module, form, "layer", None, RELU, None, steps=known.steps)
     try:
         copies = Copies(module, form, context.model)
-    except CannotCopyError as error:
+    except Exception as error:
         raise ValueError(
-            f"{where} cannot be tried, since no copy of it can be made ({error}): {_OWN_MODULE}; {LEAVE_OUT}"
+            f"{where} cannot be tried, since no copy of it can be made ({type(error).__name__}: {error}): {_OWN_MODULE}; "
+            f"{LEAVE_OUT}"
         ) from error
-    first = first._replace(casts=copies.casts())
+    first = first._replace(casts=copies.casts)
     reason = _beyond_a_layer(module, form)
     if not reason:
         attributes = _callables(module, form)
@@ -337,8 +331,8 @@ def _beyond_a_layer(module: nn.Module, form: Form) -> str:
         return f"it must have {', '.join(form.children)} and an activation alone, got beside them {', '.join(got)}"
     if beside := list(inspect.signature(type(module).forward).parameters)[2:]:
         return f"its forward takes {', '.join(beside)} besides x"
-    own_names = {name for base in type(module).__mro__ if not of_torch(base) for name in vars(base)}
-    lost = sorted(_INHERITED & own_names - vars(object).keys())
+    own = {name for base in type(module).__mro__[:-1] if not of_torch(base) for name in vars(base)} - WITHOUT_METHODS
+    lost = sorted(own & vars(nn.Module).keys() - {"forward", "extra_repr", "__repr__"})
     return f"it has a {lost[0]} of its own, which would be lost" if lost else ""
 
 
@@ -349,9 +343,9 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
     """
     module = bases[0].module
     dtype: Any = module.get_submodule(bases[0].form.down).weight.dtype
-    reasons: list[Difference] = []
+    reasons: list[tuple[int, str]] = []
 
-    def differs(candidate: Candidate, put: Put = NOTHING, **settings: Any) -> Difference | None:
+    def differs(candidate: Candidate, put: Put = NOTHING, **settings: Any) -> tuple[int, str] | None:
         def replace(copied: nn.Module) -> None:
             context.put(candidate._replace(module=copied), {"strategy": "dense"})
 
@@ -382,10 +376,10 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
                     candidate = candidate._replace(dropouts=(*candidate.dropouts, *named.dropouts))
             if any(shares.values()) and (why := differs(candidate, put, settings=MODES)):
                 dropping = "; ".join(f"{share} = {p}" for share, p in shares.items() if p)
-                return f"it may drop values of its hidden state alone, got {dropping}: {why.text}"
+                return f"it may drop values of its hidden state alone, got {dropping}: {why[1]}"
             was = NAMES_OF_FAMILY[kind.name] if own else _kind(act) if act else " and ".join(sorted(copies.replaced))
             return candidate._replace(activation=RELU, was=None if base.steps else was), kind if own else None
-    return max(reasons, key=lambda each: each.after).text
+    return max(reasons, key=operator.itemgetter(0))[1]
 
 
 def _formula(form: Form) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from twell._activation import RELU, Activation
+from twell._activation import Activation
 from twell._plain import HOOKS
 from twell._sparsify.modules import pair_up
 
@@ -123,25 +123,19 @@ SETTINGS = (
 MODES = SETTINGS[:2]
 
 
-class CannotCopyError(Exception):
-    """Why no copy of a module can be made that may run."""
-
-
 class Copies:
     """Copies of a module on the CPU with small random weights and few neurons; nothing of them is the model's.
 
-    replaced: the names of activations in whose place ReLU has run.
+    replaced: the names of activations in whose place ReLU has run. casts: whether the module takes x of another dtype
+    than that of its weights. Raises what copying raises.
     """
 
     def __init__(self, module: nn.Module, form: Form, model: nn.Module) -> None:
         self.k: int = module.get_submodule(form.children[0]).in_features  # type: ignore[assignment]
         self.replaced: set[str] = set()
         with _apart():
-            try:
-                self._made = _small(module, form, model)
-                copy.deepcopy(self._made)
-            except Exception as error:
-                raise CannotCopyError(_first_line(error)) from error
+            self._made = copy.deepcopy(_small(module, form, model))
+            self.casts = not isinstance(self.run(_MIXED, {}), str)
 
     def run(self, setting: Setting, put: Put, replace: Replace | None = None, seed: int = 0) -> Any:
         """What a copy computes, in which ``replace`` may put something; a text if it raised an error.
@@ -160,25 +154,16 @@ class Copies:
             with _AsReLU(self.replaced) if in_code else contextlib.nullcontext():
                 return _results(module, _input(setting, self.k), setting, seed)
         except Exception as error:
-            return _first_line(error)
-
-    def casts(self) -> bool:
-        """Whether the module takes x of another dtype than that of its weights."""
-        with _apart():
-            return not isinstance(self.run(_MIXED, {}), str)
-
-
-class Difference(NamedTuple):
-    """How two copies differ, and after how many settings."""
-
-    after: int
-    text: str
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def difference(
     copies: Copies, replace: Replace, dtype: torch.dtype, put: Put = NOTHING, settings: Sequence[Setting] = SETTINGS
-) -> Difference | None:
-    """How a module differs from what ``replace`` makes of it; None if it does not. dtype: of the model."""
+) -> tuple[int, str] | None:
+    """How a module differs from what ``replace`` makes of it, after so many settings; None if it does not.
+
+    dtype: of the model.
+    """
     with _apart():
         for after, given in enumerate(settings):
             setting = given._replace(dtype=given.dtype or dtype)
@@ -187,16 +172,16 @@ def difference(
                 # a module that raises for other dimensions than three, or other dtypes, is never called with them
                 if setting.lead != _LEAD or setting.mixed:
                     continue
-                return Difference(after, f"it cannot run on x alone ({theirs})")
+                return after, f"it cannot run on x alone ({theirs})"
             ours = copies.run(setting, put, replace)
             if isinstance(ours, str):
-                return Difference(after, f"run sparse, it raises {ours}, for {setting}")
+                return after, f"run sparse, it raises {ours}, for {setting}"
             for what, expected in theirs.items():
                 if text := setting.off(ours.get(what), expected):
                     text = f"{what} {text} for {setting}"
                     if setting.training and setting.off(copies.run(setting, put, seed=1).get(what), expected):
                         text += "; it draws random numbers, as a dropout does: set that of the configuration to 0"
-                    return Difference(after, text)
+                    return after, text
     return None
 
 
@@ -205,8 +190,8 @@ def family(module: nn.Module, gated: bool) -> list[Activation]:
     held = [value for inner in module.modules() for value in vars(inner).values()]
     held += [value for each in held for value in getattr(each, "keywords", {}).values()]
     levels = sorted({value for value in held if type(value) is float and 0 < value < math.inf})
-    drelu = [Activation("drelu")] if gated else []
-    return [RELU, Activation("relu2"), *drelu, *(Activation("fatrelu", level) for level in levels)]
+    names = ("relu", "relu2", "drelu") if gated else ("relu", "relu2")
+    return [*map(Activation, names), *(Activation("fatrelu", level) for level in levels)]
 
 
 class _Around(nn.Module):
@@ -229,7 +214,7 @@ def family_of(act: Function, dtype: torch.dtype) -> Activation | None:
         around, names = _Around(act), ("up", "down")
     try:
         copies = Copies(around, Form(names), around)
-    except CannotCopyError:
+    except Exception:
         return None
     for kind in family(around, gated=False):
         options = {"strategy": "dense", **kind.options()}
@@ -251,10 +236,6 @@ class _AsReLU(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         self.seen.add(_WRITTEN[name])
         return F.relu(args[0])
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 @contextlib.contextmanager
@@ -371,9 +352,7 @@ def _off(ours: Any, theirs: Any, eps: float = 0.0, by_row: bool = True) -> str:
     """How two values differ by more than roundings, each row by its own size or all in norm; "" if they do not."""
     if _kind(ours) != _kind(theirs):
         return f"is {_kind(theirs)}, and {_kind(ours)} when run sparse,"
-    if not isinstance(theirs, Tensor):
-        return ""
-    if not theirs.numel():
+    if not isinstance(theirs, Tensor) or not theirs.numel():
         return ""
     a, b = ours.detach().double(), theirs.detach().double()
     finite = b.isfinite()
