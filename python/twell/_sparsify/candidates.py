@@ -190,28 +190,32 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     Returns it with the name of its activation as the one that is replaced, and that activation if it is of the family.
     """
     where = label(name, module)
-    if any((held := _stored(where, module, known.names, context)).values()):
-        projections: Any = {child: module.get_submodule(child) for child in held}
-        dtypes = {child: torch.bfloat16 if each else projections[child].weight.dtype for child, each in held.items()}
-        candidate, of = examine(name, with_plain(module, dtypes), known, context)
-        return candidate._replace(module=module, stored=held), of
-    children: Any = {child: module.get_submodule(child) for child in known.names}
-    if own := kept(where, children):
-        _require_one_device(where, children)
-        rest = [child for child in children if child not in own]
-        dtypes = own | {child: _plain_weight(f"{where}: {child}", children[child]).dtype for child in rest}
+    children: dict[str, Any] = {child: module.get_submodule(child) for child in known.names}
+    try:
+        held = {child: stored(f"{where}: {child}", linear) for child, linear in children.items()}
+    except NotImplementedError as error:
+        raise ValueError(f"{error}; {LEAVE_OUT}") from None
+    in_e4m3 = any(held.values())
+    own = {} if in_e4m3 else kept(where, children)
+    if in_e4m3 or own:
+        # examined with plain projections in their place
+        dtypes = {child: torch.bfloat16 for child, each in held.items() if each} | own
+        for child in children.keys() - dtypes.keys():
+            dtypes[child] = _plain_weight(f"{where}: {child}", children[child]).dtype
+        _require_one(where, "device", [linear.weight for linear in children.values()])
+        dtype = getattr(context.model, "dtype", None)
+        if in_e4m3 and dtype in (torch.float16, torch.float32):
+            raise TypeError(f"{where} has weights in e4m3, so the model must be in bfloat16, got {dtype}; {LEAVE_OUT}")
+        _require_unhooked(where, children if in_e4m3 else {})
         made = with_plain(module, dtypes)
-        plain: Any = {child: made.get_submodule(child) for child in own}
-        for each in plain.values():
-            # quantised projections cast their biases
-            each.to(each.weight.dtype)
         candidate, of = examine(name, made, known, context)
-        if candidate.kind == "pair":
+        if own and candidate.kind == "pair":
             raise ValueError(
                 f"{where} must have plain projections, of which the second does the work of both in a pair, got "
                 f"adapted or quantised ones: merge adapters first, or load the model in 16 bits; {LEAVE_OUT}"
             )
-        return candidate._replace(module=module, plain=plain), of
+        plain: Any = {child: made.get_submodule(child) for child in own}
+        return candidate._replace(module=module, stored=held if in_e4m3 else {}, plain=plain), of
     form = Form(known.names, "gate first" if _is_fused([below(module, each) for each in known.names]) else "")
     _require_plain(where, module, form, context.strategy)
     if known.hidden:
@@ -230,39 +234,14 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     return candidate._replace(name=name, module=module), of
 
 
-def _stored(where: str, module: nn.Module, names: tuple[str, ...], context: Context) -> dict[str, Stored | None]:
-    """What each projection holds, if it is in e4m3."""
-    children = {name: module.get_submodule(name) for name in names}
-    try:
-        held = {name: stored(f"{where}: {name}", child) for name, child in children.items()}
-    except NotImplementedError as error:
-        raise ValueError(f"{error}; {LEAVE_OUT}") from None
-    for name in (name for name, each in held.items() if each is None and any(held.values())):
-        _plain_weight(f"{where}: {name}", children[name])
-    if any(held.values()):
-        _require_unhooked(where, children)
-        _require_one_device(where, children)
-        dtype = getattr(context.model, "dtype", None)
-        if dtype in (torch.float16, torch.float32):
-            raise TypeError(f"{where} has weights in e4m3, so the model must be in bfloat16, got {dtype}; {LEAVE_OUT}")
-    return held
-
-
-def _require_one_device(where: str, children: Mapping[str, Any]) -> None:
-    devices = {str(child.weight.device) for child in children.values()}
-    if len(devices) > 1:
-        raise ValueError(f"{where} must have its weights on one device, got {' and '.join(devices)}; {LEAVE_OUT}")
-
-
 def _known_pair(
     where: str, name: str, module: nn.Module, form: Form, known: Known, context: Context
 ) -> tuple[Candidate, Activation | None]:
     """As ``examine``, for a block of a class whose code is known: it is not run."""
-    holder_name, _, key = known.attribute.rpartition(".")
-    holder = module.get_submodule(holder_name)
-    act = getattr(holder, key, None)
-    if not callable(act):
-        raise ValueError(f"{where} must have an activation {known.attribute}, got {act!r}; {LEAVE_OUT}")
+    act = operator.attrgetter(known.attribute)(module)
+    if not callable(act) or (isinstance(act, nn.Module) and _has_state(act)):
+        kind = type(act).__name__
+        raise ValueError(f"{where}: {known.attribute} must be an activation without state, got {kind}; {LEAVE_OUT}")
     for part in (child.partition(".")[0] for child in form.children if "." in child):
         owner: Any = module._modules[part]
         # the table knows the classes of both children by the block's
@@ -272,11 +251,6 @@ def _known_pair(
         _require_forward(f"{where}: {part}", owner)
         _require_unhooked(where, {part: owner})
     _require_unhooked(where, {known.attribute: act})
-    if isinstance(act, nn.Module) and (state := [*dict(act.named_parameters()), *dict(act.named_buffers())]):
-        raise ValueError(
-            f"{where}: {known.attribute} must be an activation without state, got {type(act).__name__} with "
-            f"{', '.join(state)}; {LEAVE_OUT}"
-        )
     candidate = Candidate(name, module, form, "pair", known.attribute, RELU, _kind(act), known.dropouts)
     dtype: Any = module.get_submodule(form.down).weight.dtype
     likeness = _likeness(act) if isinstance(act, nn.Module) else act, dtype
@@ -293,10 +267,8 @@ def _prove(
     try:
         copies = Copies(module, form, context.model)
     except Exception as error:
-        raise ValueError(
-            f"{where} cannot be tried, since no copy of it can be made ({type(error).__name__}: {error}): {_OWN_MODULE}; "
-            f"{LEAVE_OUT}"
-        ) from error
+        why = f"no copy of it can be made ({type(error).__name__}: {error})"
+        raise ValueError(f"{where} cannot be tried, since {why}: {_OWN_MODULE}; {LEAVE_OUT}") from error
     first = first._replace(casts=copies.casts)
     reason = _beyond_a_layer(module, form)
     if not reason:
@@ -305,13 +277,17 @@ def _prove(
         forms = (form, form._replace(fused="up first")) if form.fused else (form,)
         found = _run([layer._replace(form=each) for each in forms], copies, context)
         if not isinstance(found, str):
-            _require_roles(where, found[0].form)
+            for child, role in _misnamed(found[0].form).items():
+                raise ValueError(
+                    f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that is "
+                    f"its {role or 'gate and up in one'}: rename the child; {LEAVE_OUT}"
+                )
             return found
         reason = f"it must compute {_formula(form)} with an elementwise activation and nothing else: {found}"
         reason += _another_order(module, layer, context)
+    if type(module) is nn.Sequential:
+        reason += "; other code may call the parts of an nn.Sequential, so put these three into one of their own"
     if form.gated or type(module) is nn.Sequential:
-        if type(module) is nn.Sequential:
-            reason += "; other code may call the parts of an nn.Sequential, so put these three into one of their own"
         raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
     pairs = [first._replace(kind="pair", attribute=key) for key in _callables(module, form, blocks=True)]
     found = _run(pairs, copies, context) if pairs else "its activation must be an attribute, such as an nn.ReLU"
@@ -411,15 +387,6 @@ def _misnamed(form: Form) -> dict[str, str]:
     return {child: role for child, role in zip(form.children, roles) if child in GATED and child != role}
 
 
-def _require_roles(where: str, form: Form) -> None:
-    """Raise ValueError if a child has the name that another projection has in layers of twell."""
-    for child, role in _misnamed(form).items():
-        raise ValueError(
-            f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that is its "
-            f"{role or 'gate and up in one'}: rename the child; {LEAVE_OUT}"
-        )
-
-
 def _callables(module: nn.Module, form: Form, blocks: bool = False) -> list[str]:
     """The names of attributes that may be an activation; with ``blocks`` those of children with projections, too."""
     holders: dict[str, Any] = {"": module}
@@ -513,11 +480,8 @@ def _require_plain(where: str, module: nn.Module, form: Form, strategy: str) -> 
     _require_forward(where, module)
     n, k = weights[0].shape
     n //= 2 if form.fused else 1
-    for what in ("dtype", "device"):
-        if len(found := {str(getattr(weight, what)) for weight in weights}) > 1:
-            raise ValueError(
-                f"{where} must have its weights on one {what}, got {' and '.join(sorted(found))}; {LEAVE_OUT}"
-            )
+    _require_one(where, "dtype", weights)
+    _require_one(where, "device", weights)
     if not weights[0].is_floating_point():
         raise TypeError(f"{where} must have floating weights, got {weights[0].dtype}; {LEAVE_OUT}")
     for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, geometry.MAX_NEURONS)):
@@ -526,6 +490,12 @@ def _require_plain(where: str, module: nn.Module, form: Form, strategy: str) -> 
                 f"{where}: {letter} must be a positive multiple of 8 up to {limit:,}, as the sparse kernels take, got "
                 f"{size:,}; {LEAVE_OUT}"
             )
+
+
+def _require_one(where: str, what: str, weights: list[Tensor]) -> None:
+    found = sorted({str(getattr(weight, what)) for weight in weights})
+    if len(found) > 1:
+        raise ValueError(f"{where} must have its weights on one {what}, got {' and '.join(found)}; {LEAVE_OUT}")
 
 
 def _require_unhooked(where: str, modules: dict[str, Any]) -> None:

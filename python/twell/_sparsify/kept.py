@@ -55,7 +55,8 @@ def with_plain(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> nn.Modul
         linear: Any = holder._modules[key]
         plain = nn.Linear(linear.in_features, linear.out_features, False, device="meta", dtype=dtype)
         if linear.bias is not None:
-            plain.bias = nn.Parameter(linear.bias.detach().to("meta"))
+            # quantised projections cast their biases
+            plain.bias = nn.Parameter(linear.bias.detach().to("meta", dtype))
         holder._modules[key] = plain
     return made
 

@@ -5,6 +5,7 @@ nothing but an ``__init__`` of its own: with any method it may do something else
 """
 
 import types
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -39,90 +40,58 @@ _LAYERS = (
     *(("linear1", "linear2"), ("lin1", "lin2"), ("fc_in", "fc_out")),
 )
 
-# fc2(dropout(activation(fc1(x)))) among other code of a module, which does nothing else with the hidden state: the
-# layers, the activation and its dropout, and the classes, with their package where the name alone says little.
-_PAIRS: tuple[tuple[Known, str, str], ...] = (
-    (
-        Known(("fc1", "fc2"), "activation_fn", ("activation_dropout",)),
-        _TRANSFORMERS,
-        """
-        AudioFlamingo3EncoderLayer AutoformerDecoderLayer AutoformerEncoderLayer BartDecoderLayer BartEncoderLayer
-        BigBirdPegasusDecoderLayer BioGptDecoderLayer BlenderbotDecoderLayer BlenderbotEncoderLayer
-        BlenderbotSmallDecoderLayer BlenderbotSmallEncoderLayer ConditionalDetrMLP DabDetrDecoderLayerFFN
-        DeformableDetrMLP DetrMLP GroundingDinoDecoderLayer GroundingDinoDeformableLayer InformerDecoderLayer
-        InformerEncoderLayer LEDDecoderLayer LEDEncoderLayer M2M100DecoderLayer M2M100EncoderLayer MBartDecoderLayer
-        MBartEncoderLayer MMGroundingDinoDecoderLayer MMGroundingDinoDeformableLayer MarianDecoderLayer
-        MarianEncoderLayer Mask2FormerPixelDecoderEncoderLayer MaskFormerDetrMLP MossTranscribeDiarizeAudioLayer
-        MusicgenDecoderLayer MusicgenMelodyDecoderLayer MvpDecoderLayer MvpEncoderLayer
-        OneFormerPixelDecoderEncoderLayer PLBartDecoderLayer PLBartEncoderLayer PPDocLayoutV2MLP PPDocLayoutV3MLP
-        PPDocLayoutV4MLP PPFormulaNetDecoderLayer PegasusDecoderLayer PegasusEncoderLayer PegasusXDecoderLayer
-        PegasusXEncoderLayer Qwen2AudioEncoderLayer RTDetrMLP RTDetrV2MLP Speech2TextDecoderLayer
-        Speech2TextEncoderLayer TableTransformerDecoderLayer TableTransformerEncoderLayer
-        TimeSeriesTransformerDecoderLayer TimeSeriesTransformerEncoderLayer TrOCRDecoderLayer VoxtralEncoderLayer
-        WhisperDecoderLayer WhisperEncoderLayer XGLMDecoderLayer fsmt.DecoderLayer fsmt.EncoderLayer
-        """,
-    ),
-    (
-        Known(("fc1", "fc2"), "activation_fn"),
-        _TRANSFORMERS,
-        """
-        BigBirdPegasusEncoderLayer OPTDecoderLayer Qwen2_5OmniAudioEncoderLayer Qwen3ASRAudioEncoderLayer
-        Qwen3OmniMoeAudioEncoderLayer
-        """,
-    ),
-    (Known(("fc1", "fc2"), "activation_fn", ("dropout",)), _TRANSFORMERS, "DabDetrEncoderLayer LwDetrMLP RfDetrMLP"),
-    (Known(("fc1", "fc2"), "activation_fn", ("dropout1",)), _TRANSFORMERS, "JanusVisionMLP"),
-    (Known(("fc1", "fc2"), "activation_fn", ("hidden_dropout",)), _TRANSFORMERS, "FunAsrNanoMLP"),
-    (
-        Known(("fc1", "fc2"), "activation_fn", ("encoder_feedforward_dropout",)),
-        _TRANSFORMERS,
-        "OmDetTurboEncoderLayer",
-    ),
-    (
-        Known(("fc1", "fc2"), "activation", ("dropout",)),
-        _TRANSFORMERS,
-        "GroundingDinoTextEnhancerLayer MMGroundingDinoTextEnhancerLayer",
-    ),
-    (
-        Known(("fc1", "fc2"), "act", ("dropout",)),
-        _TRANSFORMERS,
-        "NllbMoeDenseActDense SeamlessM4TFeedForwardNetwork SeamlessM4Tv2FeedForwardNetwork",
-    ),
-    (Known(("fc1", "fc2"), "act", ("drop",)), _TRANSFORMERS, "LwDetrViTMlp MgpstrMlp VitDetMlp"),
-    (
-        Known(("fc1", "fc2"), "activation", ("drop",)),
-        _TRANSFORMERS,
-        "FocalNetMlp PPOCRV5MobileRecMLP PPOCRV5ServerRecMLP PPOCRV6SmallRecMLP",
-    ),
-    (
-        Known(("linear1", "linear2"), "activation", ("dropout",)),
-        _TRANSFORMERS,
-        "Sam2VideoMemoryAttentionLayer Sam3TrackerVideoMemoryAttentionLayer ZoeDepthTransformerEncoderLayer",
-    ),
-    (
-        Known(("linear1", "linear2"), "activation", ("dropout",)),
-        _TORCH,
-        "TransformerEncoderLayer TransformerDecoderLayer",
-    ),
-    (Known(("key", "value"), "act_fn"), _FLA, "RWKV7FeedForward"),
-    (
-        # the two layers are in two children of the block
-        Known(("intermediate.dense", "output.dense"), "intermediate.intermediate_act_fn"),
-        _TRANSFORMERS,
-        """
-        AlignTextLayer AltRobertaLayer BertGenerationLayer BertLayer BigBirdLayer BlipTextLayer
-        BridgeTowerBertCrossLayer BridgeTowerTextLayer BrosLayer CamembertLayer CanineLayer ChineseCLIPTextLayer
-        ClapAudioLayer ClapTextLayer ConvBertLayer DPTViTLayer Data2VecTextLayer Data2VecVisionLayer DebertaLayer
-        DebertaV2Layer DinatLayer DonutSwinLayer ElectraLayer ErnieLayer FNetLayer FlavaLayer GitLayer LayoutLMLayer
-        LayoutLMv2Layer LayoutLMv3Layer LiltLayer LongformerLayer LukeLayer LxmertLayer MPNetLayer MarkupLMLayer
-        MaskFormerSwinLayer MegatronBertLayer MobileViTTransformerLayer MraLayer NystromformerLayer
-        PPDocLayoutV2ReadingOrderLayer RemBertLayer RoCBertLayer RoFormerLayer RobertaLayer SEWDLayer SplinterLayer
-        Swin2SRLayer Swinv2Layer TapasLayer TvpEncodeLayer VideoMAELayer ViltLayer VisualBertLayer XLMRobertaLayer
-        XLMRobertaXLLayer YolosLayer YosoLayer
-        """,
-    ),
-)
-_PAIR_OF = {(root, name): known for known, root, names in _PAIRS for name in names.split()}
+# fc2(dropout(activation(fc1(x)))) among other code of a block, which does nothing else with the hidden state and is not
+# run: the layers | the activation | its dropouts | the package, and lines of the classes, some with their common end,
+# with the package's folder where the name alone says little.
+_PAIRS = """
+fc1 fc2 | activation_fn | activation_dropout | transformers.models.
+DabDetrDecoderLayerFFN GroundingDinoDeformableLayer MMGroundingDinoDeformableLayer MossTranscribeDiarizeAudioLayer
+EncoderLayer: AudioFlamingo3 Autoformer Bart Blenderbot BlenderbotSmall Informer LED M2M100 MBart Marian
+EncoderLayer: Mask2FormerPixelDecoder Mvp OneFormerPixelDecoder PLBart Pegasus PegasusX Qwen2Audio Speech2Text
+EncoderLayer: TableTransformer TimeSeriesTransformer Voxtral Whisper fsmt.
+DecoderLayer: Autoformer Bart BigBirdPegasus BioGpt Blenderbot BlenderbotSmall GroundingDino Informer LED M2M100
+DecoderLayer: MBart MMGroundingDino Marian Musicgen MusicgenMelody Mvp PLBart PPFormulaNet Pegasus PegasusX Speech2Text
+DecoderLayer: TableTransformer TimeSeriesTransformer TrOCR Whisper XGLM fsmt.
+MLP: ConditionalDetr DeformableDetr Detr MaskFormerDetr PPDocLayoutV2 PPDocLayoutV3 PPDocLayoutV4 RTDetr RTDetrV2
+fc1 fc2 | activation_fn | | transformers.models.
+OPTDecoderLayer BigBirdPegasusEncoderLayer
+AudioEncoderLayer: Qwen2_5Omni Qwen3ASR Qwen3OmniMoe
+fc1 fc2 | activation_fn | dropout | transformers.models.
+DabDetrEncoderLayer LwDetrMLP RfDetrMLP
+fc1 fc2 | activation_fn | hidden_dropout | transformers.models.
+FunAsrNanoMLP
+fc1 fc2 | activation_fn | encoder_feedforward_dropout | transformers.models.
+OmDetTurboEncoderLayer
+fc1 fc2 | activation | dropout | transformers.models.
+GroundingDinoTextEnhancerLayer MMGroundingDinoTextEnhancerLayer
+linear1 linear2 | activation | dropout | transformers.models.
+Sam2VideoMemoryAttentionLayer Sam3TrackerVideoMemoryAttentionLayer ZoeDepthTransformerEncoderLayer
+linear1 linear2 | activation | dropout | torch.nn.modules.transformer
+TransformerDecoderLayer TransformerEncoderLayer
+key value | act_fn | | fla.models.
+RWKV7FeedForward
+intermediate.dense output.dense | intermediate.intermediate_act_fn | | transformers.models.
+Layer: AlignText AltRoberta BertGeneration Bert BigBird BlipText BridgeTowerBertCross BridgeTowerText Bros Camembert
+Layer: Canine ChineseCLIPText ClapAudio ClapText ConvBert DPTViT Data2VecText Data2VecVision Deberta DebertaV2 Dinat
+Layer: DonutSwin Electra Ernie FNet Flava Git LayoutLM LayoutLMv2 LayoutLMv3 Lilt Longformer Luke Lxmert MPNet MarkupLM
+Layer: MaskFormerSwin MegatronBert MobileViTTransformer Mra Nystromformer PPDocLayoutV2ReadingOrder RemBert RoCBert
+Layer: RoFormer Roberta SEWD Splinter Swin2SR Swinv2 Tapas TvpEncode VideoMAE Vilt VisualBert XLMRoberta XLMRobertaXL
+Layer: Yolos Yoso
+"""
+
+
+def _pairs() -> Iterator[tuple[tuple[str, str], Known]]:
+    for line in _PAIRS.split("\n")[1:-1]:
+        if "|" in line:
+            names, activation, dropouts, root = (part.strip() for part in line.split("|"))
+            known = Known(tuple(names.split()), activation, tuple(dropouts.split()))
+            continue
+        end, _, rest = line.rpartition(": ")
+        for name in rest.split():
+            yield (root, name + end), known
+
+
+_PAIR_OF = dict(_pairs())
 
 # Modules that make the zeros of a gate or of a hidden state by code of their own.
 _GIVEN = {
