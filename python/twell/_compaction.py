@@ -171,8 +171,6 @@ def _add_counts(totals: Tensor, fired: Tensor, tokens: int) -> None:
 def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
     name, gate, plain = "count_firing", gate_of(mlp), mlp._is_plain()
-    if isinstance(mlp, SparseDown):
-        mlp.require_whole()
     if plain:
         # divided by tensor parallelism, say
         x, weight, bias = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (x, gate.weight, gate.bias))

@@ -12,8 +12,8 @@ from twell.choose.rates import Figures
 from twell.choose.site import found
 
 
-def rows(name: str, layer: Any) -> list[Choice]:
-    """The rows of ``layer``, whose qualified name is ``name``."""
+def rows(name: str, layer: Any, block: Any) -> list[Choice]:
+    """The rows of ``layer``, whose qualified name is ``name``. block: as in ``bypassed``."""
     try:
         refusal, plain = layer._refusal(), layer._is_plain()
     except (AttributeError, NotImplementedError) as error:
@@ -31,17 +31,16 @@ def rows(name: str, layer: Any) -> list[Choice]:
             row = row._replace(figures=row.figures or Figures(float(aux.l0), None))
         copies = row.kind != "training" and row.strategy != "none"
         shown.append(row._replace(layout=layout, reason=row.reason + advice if copies else row.reason))
-    if dropped := layer._dropped_by():
+    if dropped := layer._dropped_by(block):
         reason = f"training drops values of the hidden state ({dropped})"
         inferred = [row._replace(kind="inference") for row in shown if row.kind != "training"]
         shown = [*inferred, Choice(name, "training", "any", "", "dense", reason, layout=layout)]
     return shown
 
 
-def bypassed(name: str, layer: Any) -> list[Choice]:
-    """The row of a layer that has, or is half of a pair whose block has, a ``forward`` of others; else none."""
-    block = getattr(vars(layer).get("up_proj"), "_block", lambda: None)()
-    for what, module in (("layer", layer), ("block of the pair", layer if block is None else block)):
+def bypassed(name: str, layer: Any, block: Any) -> list[Choice]:
+    """The row of a layer with a ``forward`` of others, or half of a pair whose ``block`` has one; else none."""
+    for what, module in (("layer", layer), ("block of the pair", block)):
         own = inspect.unwrap(type(module).forward)
         # wrappers of accelerate and torch.compile name what they call
         forward = inspect.unwrap(vars(module).get("forward", own))

@@ -38,23 +38,19 @@ def quantize_(model: Model, *, granularity: Granularity = "row", fast_accum: boo
             "that holds it, or on nn.Sequential(layer)"
         )
     first = {id(layer): name for name, layer in reversed(layers.items())}
-    inside = set(model.modules())
-    made = {key: _quantised(name, layers[name], granularity, fast_accum, inside) for key, name in first.items()}
+    made = {key: _quantised(model, name, layers[name], granularity, fast_accum) for key, name in first.items()}
     for name, layer in layers.items():
         if isinstance(layer, SparseDown):
-            place: Any = layer.up_proj._block
-            attribute, *dropouts = place.between
-            put_pair(place(), place.names, attribute, tuple(dropouts), cast(Any, made[id(layer)]))
+            block = model.get_submodule(layer.block_of(name))
+            put_pair(block, layer.names, layer.attribute, layer.dropouts, cast(Any, made[id(layer)]))
         else:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, made[id(layer)])
     return model
 
 
-def _quantised(
-    name: str, layer: SparseFFN, granularity: Granularity, fast_accum: bool, inside: set[nn.Module]
-) -> Float8MLP:
-    if beyond := _beyond(layer, inside):
+def _quantised(model: nn.Module, name: str, layer: SparseFFN, granularity: Granularity, fast_accum: bool) -> Float8MLP:
+    if beyond := _beyond(model, name, layer):
         raise TypeError(f"{name} must be a layer of twell.nn that applies plain projections alone, got {beyond}")
     found = list(layer._operands())
     for operand in (operand for pair in found for operand in pair if operand is not None):
@@ -71,7 +67,7 @@ def _quantised(
     return made.train(layer.training)
 
 
-def _beyond(layer: SparseFFN, inside: set[nn.Module]) -> str:
+def _beyond(model: nn.Module, name: str, layer: SparseFFN) -> str:
     """What a layer is or does that a ``Float8MLP`` would not; "" if nothing."""
     if isinstance(layer, FusedGatedMLP):
         return "gate and up in one projection"
@@ -81,10 +77,12 @@ def _beyond(layer: SparseFFN, inside: set[nn.Module]) -> str:
         return f"a {type(layer).__name__}"
     # of a pair both are modules of a block
     up: Any = layer.up_proj if isinstance(layer, SparseDown) else None
-    if up is not None and (wrong := up._change()):
-        return str(wrong)
-    if up is not None and not {up, up._block()} <= inside:
-        return "the second half of a pair without the block around both"
+    if isinstance(layer, SparseDown):
+        block, parts = layer.block_of(name), filter(None, (*layer.names, layer.attribute))
+        modules = dict(model.named_modules(remove_duplicate=False))
+        first, second, *act = (modules.get(f"{block}.{part}".removeprefix(".")) for part in parts)
+        if first is not up or second is not layer or any(getattr(each, "down", None) is not layer for each in act):
+            return "the second half of a pair without the block around both, or in one with other modules"
     if not layer._is_plain() or (up is None and layer._dropout and not layer._dropped_by() and layer._drops()):
         return "others, or hooks on them"
     for module in (layer,) if up is None else (layer, up):

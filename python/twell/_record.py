@@ -93,10 +93,10 @@ def layer_of(name: str, layer: Any) -> Layer | None:
         return None
     kind, act, module = type(layer).__name__, name, name
     # of two layers in a block
-    if block := getattr(vars(layer).get("up_proj"), "_block", None) or vars(layer).get("_block"):
-        names, module = block.names, name.removesuffix(block.names[-1]).removesuffix(".")
-        act = f"{module}.{block.between[0] if block.between else ''}".strip(".")
-    activation = None if getattr(layer, "_given", False) else Activation(layer._activation, float(layer._threshold))
+    if hasattr(layer, "attribute"):
+        names, module = layer.names, layer.block_of(name)
+        act = f"{module}.{layer.attribute or ''}".strip(".")
+    activation = None if getattr(layer, "_fixed", False) else Activation(layer._activation, float(layer._threshold))
     return Layer(kind, act, module, tuple(names), activation)
 
 

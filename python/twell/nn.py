@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -60,8 +59,8 @@ class SparseFFN(Configured):
     _casts = False
     # the name of a child that drops values of the hidden state, "" without one
     _dropout = ""
-    # whether other code makes the gate
-    _given = False
+    # whether other code makes the gate, and whether other code applies the activation
+    _given = _fixed = False
     if TYPE_CHECKING:
         _laid: _down_layout.Laid
         _accumulate_main_grad: bool
@@ -118,7 +117,7 @@ class SparseFFN(Configured):
             setattr(self, name, nn.Linear(*sizes, bias, device, dtype))
 
     def _require(self, name: str, value: Any) -> None:
-        if name in ("activation", "threshold") and self._given and value not in ("relu", 0):
+        if name in ("activation", "threshold") and self._fixed and value != self.__dict__.get(f"_{name}", value):
             raise ValueError(
                 f"{name} must be as it is, since the model's own code applies the activation, got {value!r}"
             )
@@ -351,8 +350,8 @@ class SparseFFN(Configured):
         own = type(child) in (nn.Dropout, nn.Identity) and _plain.runs_its_class(child)
         return not own or (child.training and bool(self._dropped_by()))
 
-    def _dropped_by(self) -> str:
-        """What drops values of the hidden state in training; "" if nothing."""
+    def _dropped_by(self, _: nn.Module | None = None) -> str:
+        """What drops values of the hidden state in training, of a pair in its block; "" if nothing."""
         p = getattr(self._modules[self._dropout], "p", 0) if self._dropout else 0
         return f"{self._dropout}, p = {p}" if p else ""
 
@@ -519,9 +518,14 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
         return Explanation(tuple(layers.explain()) or (none,))
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
-    rows = [_explained.bypassed(name, other) or other.explain(name) for name, other in _other_layers(layers)]
-    rows += [_explained.bypassed(name, layer) or _explained.rows(name, layer) for name, layer in _named_layers(layers)]
-    return Explanation(tuple(itertools.chain(*rows)))
+    rows = []
+    for name, layer in (*_other_layers(layers), *_named_layers(layers)):
+        # of a pair the module around both, where that is among the layers
+        block_of: Any = getattr(layer, "block_of", None)
+        block = layer if block_of is None else layers.get_submodule(block_of(name))
+        own = _explained.rows(name, layer, block) if isinstance(layer, SparseFFN) else layer.explain(name)
+        rows += _explained.bypassed(name, layer, block) or own
+    return Explanation(tuple(rows))
 
 
 def set_strategy(

@@ -315,23 +315,20 @@ def test_offloaded_weights_are_refused_or_run(form: Callable[[], nn.Module]) -> 
         take(offloaded)
     take(m, strategy="union")
     accelerate.cpu_offload(m, torch.device("cpu"))
-    if form is Gated:
-        torch.testing.assert_close(m(tokens()), expected)
-        return
-    with pytest.raises(NotImplementedError, match="accelerate's, which offloads its weights"):
-        m(tokens())
+    torch.testing.assert_close(m(tokens()), expected)
 
 
 @pytest.mark.parametrize("target", [["fc1"], ["fc2"], "all-linear"])
 def test_lora_on_either_layer_of_a_pair_has_one_answer(target: Any) -> None:
     peft = pytest.importorskip("peft")
     m = nn.Sequential(Block()).eval()
-    expected = m(tokens())
     config = peft.LoraConfig(target_modules=target, r=4, init_lora_weights=False)
-    adapted = take(copy.deepcopy(m))
-    with pytest.raises(NotImplementedError, match=r"fc[12] of a twell pair must .*got peft.*merge an adapter"):
-        peft.get_peft_model(adapted, config)(tokens())
-    # the advice works
+    answers = []
+    for of in (copy.deepcopy(m), take(copy.deepcopy(m))):
+        torch.manual_seed(0)
+        answers.append(peft.get_peft_model(of, config)(tokens()))
+    torch.testing.assert_close(*answers)
+    # what is refused before, runs sparse by the advice
     with pytest.raises(ValueError, match=r"must have plain projections, .*merge adapters first"):
         take(peft.get_peft_model(copy.deepcopy(m), config))
     merged = peft.get_peft_model(m, config).merge_and_unload()

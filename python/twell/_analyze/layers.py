@@ -119,9 +119,6 @@ def _candidate(candidate: _sparsify.Candidate, number: int) -> WatchedLayer:
     module, form = candidate.module, candidate.form
     gated, k, n = candidate.shape
     sizes = (k, n, gated)
-    if candidate.kind == "hidden":
-        down = module.get_submodule(form.down)
-        return WatchedLayer(candidate.layer, number, down, *sizes, lambda x, _: x)
     first = module.get_submodule(form.children[0])
 
     def gates(_: Tensor, y: Tensor) -> Tensor:

@@ -52,8 +52,7 @@ class Candidate(NamedTuple):
     """A module to replace, itself or a pair of its children.
 
     name: in ``named_modules`` of the model. form: the names of the projections. kind: a "layer" becomes a layer of
-    twell, a "pair" stays and its children are replaced, with a "hidden" state that its code makes the second one alone.
-    attribute: the name of the activation, None if it is in the
+    twell, a "pair" stays and its children are replaced. attribute: the name of the activation, None if it is in the
     code. activation: that of the new layer. was: the name of the one that it replaces, None if it is the module's own.
     dropouts: what may drop values of the hidden state. casts: whether weights are cast to the dtype of x. steps: what
     makes the gate, as in ``Known``. stored: what projections in e4m3 hold, with None for one in 16 bits; empty if all
@@ -63,7 +62,7 @@ class Candidate(NamedTuple):
     name: str
     module: nn.Module
     form: Form
-    kind: Literal["layer", "pair", "hidden"]
+    kind: Literal["layer", "pair"]
     attribute: str | None
     activation: Activation
     was: str | None
@@ -219,7 +218,8 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     form = Form(known.names, "gate first" if _is_fused([below(module, each) for each in known.names]) else "")
     _require_plain(where, module, form, context.strategy)
     if known.hidden:
-        return Candidate(name, module, form, "hidden", None, RELU, None), RELU
+        of = Activation("relu2")
+        return Candidate(name, module, form, "pair", None, of, None), of
     linears = [module.get_submodule(child) for child in form.children]
     if known.attribute and all(type(linear).forward is nn.Linear.forward for linear in linears):
         return _known_pair(where, name, module, form, known, context)
@@ -321,9 +321,13 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
     dtype: Any = module.get_submodule(bases[0].form.down).weight.dtype
     reasons: list[tuple[int, str]] = []
 
-    def differs(candidate: Candidate, put: Put = NOTHING, **settings: Any) -> tuple[int, str] | None:
+    def differs(
+        candidate: Candidate, put: Put = NOTHING, alone: bool = False, **settings: Any
+    ) -> tuple[int, str] | None:
         def replace(copied: nn.Module) -> None:
             context.put(candidate._replace(module=copied), {"strategy": "dense"})
+            if alone and candidate.kind == "pair":
+                copied.get_submodule(candidate.form.children[0]).must = True  # type: ignore[assignment]
 
         return difference(copies, replace, dtype, put, **settings)
 
@@ -342,13 +346,13 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
             kinds = family(module, base.form.gated)
         for kind in kinds:
             candidate = base._replace(activation=kind)
-            if why := differs(candidate, still):
+            if why := differs(candidate, still, alone=True):
                 reasons.append(why)
                 continue
             for share in shares:
                 # one that drops values of the hidden state, where the layer or the pair does so, too
                 named, half = candidate._replace(dropouts=(share.removesuffix(".p"),)), {**still, share: 0.5}
-                if differs(candidate, half, settings=MODES) and not differs(named, half, settings=MODES):
+                if differs(candidate, half, alone=True, settings=MODES) and not differs(named, half, settings=MODES):
                     candidate = candidate._replace(dropouts=(*candidate.dropouts, *named.dropouts))
             if any(shares.values()) and (why := differs(candidate, put, settings=MODES)):
                 dropping = "; ".join(f"{share} = {p}" for share, p in shares.items() if p)

@@ -19,8 +19,8 @@ class Known(NamedTuple):
     attribute: of a pair within a block, the name of the activation; "" for a module that is a layer as a whole.
     dropouts: of a pair, what may drop values between the activation and the down projection: a module or its ``p``.
     steps: what makes the gate of its projection, in this order, children and methods of the class; if any, a layer
-    whose attribute ``sparse`` is 0 makes no zeros. hidden: whether a block's own code makes a hidden state with zeros
-    and no value below 0 between the two.
+    whose attribute ``sparse`` is 0 makes no zeros. hidden: whether a block's own code squares the ReLU of
+    the first for the second.
     """
 
     names: tuple[str, ...]
@@ -93,7 +93,7 @@ def _pairs() -> Iterator[tuple[tuple[str, str], Known]]:
 
 _PAIR_OF = dict(_pairs())
 
-# Modules that make the zeros of a gate or of a hidden state by code of their own.
+# Modules that make the zeros by code of their own.
 _GIVEN = {
     "gemma3n.Gemma3nTextMLP": Known(
         ("gate_proj", "up_proj", "down_proj"), steps=("_gaussian_topk", "act_fn"), sparse="activation_sparsity"

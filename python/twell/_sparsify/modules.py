@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import threading
 import types
-import weakref
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
 
-from twell import _modes, functional
+from twell import _modes
 from twell._activation import RELU, Activation, activation_of
-from twell._execution import Aux, dense_aux
-from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, of_torch, only_moves, runs_its_class
+from twell._plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, only_moves, runs_its_class
 from twell._projections import Projection
 from twell._runtime.log import warn_once
-from twell.choose.plan import Facts, routed
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP
-from twell.ops.calls import How
-from twell.ops.operands import Layer
 
 # The names of projections in layers of twell.
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -40,176 +33,163 @@ class SharedLinear(nn.Linear):
 
     def _share(self, linear: nn.Linear) -> None:
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.register_parameter("weight", linear.weight)  # type: ignore[arg-type]
+        self.register_parameter("bias", linear.bias)
         self.train(linear.training)
         _keep_attributes(self, linear)
 
 
-class _HandedOn(threading.local):
-    """The last input of each ``DeferredUp`` in this thread, with its version, until its ``SparseDown`` takes it."""
+class Deferred:
+    """What ``fc1`` of a pair returns, and the activation behind it: a tensor that is not computed until it is used.
 
-    def __init__(self) -> None:
-        self.tensors: weakref.WeakKeyDictionary[DeferredUp, tuple[weakref.ref[Tensor], int]]
-        self.tensors = weakref.WeakKeyDictionary()
-
-
-_HANDED_ON = _HandedOn()
-
-
-class Block:
-    """A weak reference to the block of a pair, with names in it. In a copy of the block it refers to the copy.
-
-    names: of the pair's layers. between: of what may run between them: the activation, and dropouts, which are modules
-    or their ``p``.
+    The pair's own ``fc2`` takes ``x`` and runs as a layer. All other code, by an operator or an attribute, gets the
+    tensor that it would get without twell, and ``fc2`` runs on what that code returns: so nothing that is put between
+    or around the layers needs to be known. x: the input of ``fc1``. act: the activation; None before it. cast: the
+    dtype that it is to have.
     """
 
-    def __init__(
-        self, block: nn.Module | None = None, names: tuple[str, ...] = ("fc1", "fc2"), between: tuple[str, ...] = ()
-    ) -> None:
-        self.ref = None if block is None else weakref.ref(block)
-        self.names, self.between = names, between
+    def __init__(self, up: DeferredUp, x: Any, before: Any = None, act: Any = None, cast: Any = None) -> None:
+        self.up, self.x, self.act, self.cast = up, x, act, cast
+        # a wrapper around fc1 may exchange them for the time of its call
+        of: Any = up if before is None else before
+        self.weight, self.bias = of.weight, of.bias
+        self.grad, self.version = torch.is_grad_enabled(), _version(x)
+        self.made: Tensor | None = None
 
-    def __call__(self) -> nn.Module | None:
-        return None if self.ref is None else self.ref()
+    def behind(self, act: Any) -> Deferred:
+        """What an activation makes of it."""
+        return Deferred(self.up, self.taken(), self, act)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Block:
-        block = self()
-        return Block(None if block is None else memo.get(id(block)), self.names, self.between)
+    def is_of(self, down: PairDown) -> bool:
+        """Whether the work of ``fc1`` and the activation of a pair is left to do, and nothing else was done."""
+        up = down.up_proj
+        own = self.up is up and self.weight is up._parameters.get("weight") and self.bias is up._parameters.get("bias")
+        return own and self.act is not None and self.made is None and down.applies(self.act)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Block, (self(), self.names, self.between)
+    def taken(self) -> Any:
+        """x. Raises NotImplementedError if the product would be another now."""
+        if self.version != _version(self.x):
+            raise NotImplementedError(
+                "fc2 of a twell pair computes of the input of fc1, which must stay as it is until then, got one that "
+                "was changed in place in between"
+            )
+        if self.grad != torch.is_grad_enabled():
+            raise NotImplementedError(
+                "both layers of a twell pair must run with gradients, or both without, got one of each: checkpoint "
+                "the block as a whole, or with use_reentrant=False"
+            )
+        return self.x
+
+    def value(self, why: str) -> Tensor:
+        """The tensor. why: what needs it, for the log; "" for what is known to."""
+        if self.made is None:
+            if self.up.must:
+                raise NotImplementedError(f"{why or 'a dropout'} uses it")
+            if why and not _modes.compiling():
+                warn_once(f"a twell pair runs dense: {why} uses what its fc1 or its activation returns")
+            y = self.up.product(self.taken(), self.weight, self.bias)
+            y = y if self.act is None else activated(self.act, y)
+            self.made = y if self.cast is None else y.to(self.cast)
+        return self.made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, quiet = kwargs or {}, func in _DROPOUTS
+        if quiet and (same := _undropped(*args, **kwargs)) is not None:
+            return same
+        if func in _ACTIVATIONS and len(args) == 1 and args[0].made is None and not kwargs.get("inplace"):
+            # as code of blocks writes them
+            act, squares = args[0].act, func is torch.square
+            if act == RELU if squares else act is None:
+                return args[0].behind(Activation("relu2") if squares else RELU)
+        why = "" if quiet else getattr(func, "__name__", str(func))
+        given = pytree.tree_map(lambda each: each.value(why) if type(each) is Deferred else each, (args, kwargs))
+        return func(*given[0], **given[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        if self.cast is not None:
+            return self.cast  # type: ignore[no-any-return]
+        plain = self.x.dtype if self.up._casts else self.weight.dtype
+        return _modes.product_dtype(plain, self.weight.device.type)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensor."""
+        return self.x.device  # type: ignore[no-any-return]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the tensor."""
+        return torch.Size((*self.x.shape[:-1], self.weight.shape[0]))
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As of a tensor; still deferred where nothing changes, or ``fc2`` casts it back under autocast."""
+        moved = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
+        if moved.device == self.device and self.made is None:
+            if moved.dtype == self.dtype:
+                return self
+            wider = torch.promote_types(moved.dtype, self.dtype) == moved.dtype
+            if wider and self.cast is None and torch.is_autocast_enabled(self.device.type):
+                return Deferred(self.up, self.taken(), self, self.act, moved.dtype)
+        return self.value("to").to(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.value(name), name)
 
 
-# Dynamo would compile such a method for itself where it has left the graph around it, and then reuse a comparison of
-# one pair's modules for another's (torch 2.13).
-_eagerly = torch._disable_dynamo  # type: ignore[attr-defined]
+def _of_tensor(name: str) -> Any:
+    def method(self: Deferred, *args: Any) -> Any:
+        return getattr(self.value(name), name)(*args)
+
+    return method
+
+
+_OPERATORS = """
+add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv pow rpow matmul rmatmul neg abs lt le gt ge eq ne
+and or xor invert getitem setitem len iter bool float int array
+"""
+for _name in _OPERATORS.split():
+    setattr(Deferred, f"__{_name}__", _of_tensor(f"__{_name}__"))
+
+_DROPOUTS, _ACTIVATIONS = (F.dropout, torch.dropout), (torch.relu, F.relu, torch.square)
+
+
+def _undropped(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """What a dropout returns that drops nothing; else None."""
+    return None if p and training else input
 
 
 class DeferredUp(SharedLinear):
-    """``fc1`` of a pair: holds the up projection's parameters and returns its input, which ``SparseDown`` takes."""
+    """``fc1`` of a pair: an ``nn.Linear`` whose product waits until something needs it (``Deferred``)."""
 
-    _block = Block()
     _casts = False
+    # whether anything but ``fc2`` that needs it is an error
+    must = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden] -> x; where the block drops values of the hidden state, what is before the activation."""
-        if self.drops():
-            return applied(self, x)
-        if _modes.compiling():
-            self._require_unchanged()
-        else:
-            if isinstance(x, Tensor):
-                _HANDED_ON.tensors[self] = weakref.ref(x), _version(x)
-            # some code that takes x for the hidden state works with any size, adapters among it
-            self._require_place(DeferredUp)
-            self._require_place(PairDown)
-        return x
+    def forward(self, x: Tensor) -> Any:
+        """x [..., hidden] -> [..., intermediate], deferred unless a hook, say, is to see it."""
+        if self.defers():
+            return Deferred(self, x)
+        if not _modes.compiling():
+            warn_once("a twell pair runs dense: its fc1 has hooks, a forward of others or weights that are not plain")
+        return self.product(x, self.weight, self.bias)
 
-    def _require_unchanged(self) -> None:
-        """Raise NotImplementedError, while a graph is traced, if the block no longer uses the pair as it did."""
-        # where Dynamo may leave the graph, the block then runs eagerly, which sees more
-        if change := self._change():
-            raise NotImplementedError(change)
+    def defers(self) -> bool:
+        """Whether a call applies the weight and the bias and does nothing else."""
+        parameters = self._parameters
+        if _hooks(self) or any(HOOKS_OF_ALL) or not calls_are_torchs():
+            return False
+        if not ("weight" in parameters and "bias" in parameters):
+            return False
+        return runs_its_class(self) and all(map(behaves, parameters.values()))
 
-    @_eagerly
-    def _change(self) -> str:
-        """Describe what may run in place of the pair or between its layers, by the block's children; "" if nothing."""
-        block = self._block()
-        if block is None:
-            return ""
-        (fc1, fc2), between = self._block.names, self._block.between
-        # a dropout that drops is no change, as the block runs without the pair then
-        looked_at = between[:1] if self.drops() else between
-        odd = [name for name in looked_at if not _passes_on(_below(block, name), block.training)]
-        if odd:
-            thing = _below(block, odd[0])
-            got = repr(thing) if isinstance(thing, (nn.Dropout, int, float)) else type(thing).__name__
-            return (
-                f"{odd[0]} between {fc1} and {fc2} of a twell pair must change nothing, since {fc2} does the work of "
-                f"both and of the activation, got {got}: set it before sparsify_"
-            )
-        return self._misplaced(DeferredUp) or self._misplaced(PairDown)
-
-    def drops(self) -> bool:
-        """Whether the block drops values of the hidden state now. Then it runs as it did, without the pair."""
-        # read here, for Dynamo to guard on it
-        return self.training and bool(self.dropped_by())
-
-    @_eagerly
-    def dropped_by(self) -> str:
-        """What of the block drops values of the hidden state in training; "" if nothing."""
-        block = self._block()
-        found = {} if block is None else {name: _below(block, name) for name in self._block.between[1:]}
-        shares = {name: each.p if isinstance(each, _DropoutNd) else each for name, each in found.items()}
-        return "; ".join(f"{name}, p = {p}" for name, p in shares.items() if isinstance(p, (float, int)) and p)
-
-    @_eagerly
-    def _require_place(self, kind: type[nn.Module]) -> None:
-        """Raise NotImplementedError unless the block still calls this pair's layer of a kind under its name."""
-        if misplaced := self._misplaced(kind):
-            raise NotImplementedError(misplaced)
-
-    def _misplaced(self, kind: type[nn.Module]) -> str:
-        """Describe what the block has in place of this pair's layer of a kind; "" if it has that layer."""
-        block = self._block()
-        if block is None:
-            return ""
-        fc1, fc2 = self._block.names
-        name = fc2 if kind is PairDown else fc1
-        child = _below(block, name)
-        if _is_within(child, kind, self):
-            return ""
-        got = f"{type(child).__module__}.{type(child).__name__}"
-        return (
-            f"{name} of a twell pair must be the {kind.__name__} that sparsify_ made, since {fc1} returns its input "
-            f"and {fc2} does the work of both, got {got}: merge an adapter, and replace a layer, before sparsify_, or "
-            "leave the block out by filter_fn"
-        )
-
-    @_eagerly
-    def _bypassed(self) -> str:
-        """Describe what the block has in place of ``fc1`` of this pair, or of one tied to it; "" if it has that."""
-        block = self._block()
-        if block is None or _is_within(_below(block, self._block.names[0]), DeferredUp):
-            return ""
-        return self._misplaced(DeferredUp)
-
-
-# the mark of torch.compiler.assume_constant_result: what these read by a weak reference, tracing need not follow
-DeferredUp._change._dynamo_marked_constant = True  # type: ignore[attr-defined]
-DeferredUp.dropped_by._dynamo_marked_constant = True  # type: ignore[attr-defined]
-DeferredUp._bypassed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _is_within(module: Any, kind: type[nn.Module], up: DeferredUp | None = None) -> bool:
-    """Whether a module is a layer of a kind, perhaps in wrappers that call nothing else on its way.
-
-    With ``up`` it must be of that pair.
-    """
-    # Sequential and wrappers that checkpoint, compile or shard pass their input to their first child
-    while module is not None and not isinstance(module, kind) and of_torch(type(module)):
-        inner = list(module.children())
-        # what fc1 returns, fc2 must get
-        alone = kind is PairDown or all(map(_passes_on, inner[1:]))
-        module = inner[0] if inner and alone else None
-    return isinstance(module, kind) and (up is None or module is up or getattr(module, "up_proj", None) is up)
-
-
-def _passes_on(thing: Any, training: bool = True) -> bool:
-    """Whether a module returns its input, or a dropout of a block in ``training`` does whose ``p`` this is."""
-    if not isinstance(thing, nn.Module):
-        return bool(thing == 0) or not training
-    if isinstance(thing, _DropoutNd) and of_torch(type(thing)) and runs_its_class(thing):
-        return thing.p == 0 or not thing.training
-    if type(thing).forward in (nn.Identity.forward, HandOn.forward):
-        return not _is_replaced(thing)
-    inner = list(thing.children())
-    return of_torch(type(thing)) and bool(inner) and all(map(_passes_on, inner))
-
-
-def _is_replaced(module: nn.Module) -> bool:
-    """Whether a module has a ``forward`` set on the instance that may do more than its class's."""
-    return "forward" in vars(module) and not only_moves(module)
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What a call of an ``nn.Linear`` with these returns."""
+        return applied(self, x, weight, bias)
 
 
 def keep_hook(made: nn.Module, of: nn.Module) -> None:
@@ -223,72 +203,67 @@ def keep_hook(made: nn.Module, of: nn.Module) -> None:
 
 
 class PairDown(nn.Module):
-    """``fc2`` of a pair: checks that nothing has come between it and ``fc1``, which is ``up_proj`` but not a child."""
+    """``fc2`` of a pair; ``fc1`` is its ``up_proj``, but not a child.
+
+    names: of both in the block of the pair. attribute: of the activation there, None for one in the code. dropouts: of
+    what may drop values of the hidden state there.
+    """
 
     up_proj: Any
+    names: tuple[str, ...] = ("fc1", "fc2")
+    attribute: str | None = None
+    dropouts: tuple[str, ...] = ()
+    _fixed = False
 
-    def _require_pair(self, x: Tensor) -> None:
-        """Raise NotImplementedError if x may be another tensor than ``fc1`` got."""
-        if _modes.compiling():
-            self.up_proj._require_unchanged()
-        else:
-            self._require_handed_on(x)
+    @property
+    def down_proj(self) -> Any:
+        """This layer itself."""
+        return self
 
-    def _require_handed_on(self, x: Tensor) -> None:
-        """Raise NotImplementedError if x is known to be another tensor than ``fc1`` got."""
-        up = self.up_proj
-        handed_on = _HANDED_ON.tensors.pop(up, None)
-        if handed_on is None:
-            # fc1 ran compiled or not at all, or another pair's did
-            if any(other() is x for other, _ in _HANDED_ON.tensors.values()):
-                raise NotImplementedError(
-                    "fc2 of a twell pair must be called after its own fc1, since it does the work of both, got the "
-                    "input of another pair's fc1; tie or copy layers before sparsify_, or both of a pair together"
-                )
-            up._require_place(DeferredUp)
-        elif handed_on[0]() is x:
-            if handed_on[1] != _version(x):
-                raise NotImplementedError(
-                    "fc2 of a twell pair must be called on what fc1 returns, its input, got one that was changed in "
-                    "place in between: remove the hook that does so"
-                )
-            # a wrapper around fc1 may exchange its weight for the time of its call
-            up._require_place(DeferredUp)
-        elif not (any(HOOKS_OF_ALL) or _changed(up) or _changed(self)):
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """x: deferred, for the pair as a whole, or the hidden state. Hooks of others see a hidden state."""
+        if type(x) is Deferred:
+            if x.is_of(self) and not _hooks_of_others(self):
+                return super().__call__(x.taken(), *args, **kwargs)
+            x = x.value("fc2, which has hooks or is of another pair,")
+        self._require_alone(args or kwargs)
+        return super().__call__(x, *args, hidden=True, **kwargs)
+
+    def block_of(self, name: str) -> str:
+        """The name of the block in a model where this layer has a name."""
+        return name.removesuffix(self.names[-1]).removesuffix(".")
+
+    def applies(self, act: Any) -> bool:
+        """Whether an activation is that of the pair."""
+        name, level = act if type(act) is Activation else (act.down.activation, act.down.threshold)
+        layer: Any = self
+        same = level is layer.threshold or (not isinstance(level, Tensor) and level == layer.threshold)
+        return bool(name == layer.activation and same)
+
+    def _require_alone(self, options: Any) -> None:
+        """Raise NotImplementedError if more is asked for than the product with a hidden state that is given."""
+        layer: Any = self
+        if self.up_proj.must:
+            raise NotImplementedError("other code makes what the second gets")
+        figures = options or getattr(layer, "_record_aux", False) or any(map(_is_of_twell, _hooks(self)))
+        if figures or layer._invariant or getattr(layer, "_accumulate_main_grad", False):
             raise NotImplementedError(
-                "fc2 of a twell pair must be called on the very tensor that fc1 returns, its input, got another one: "
-                "nothing may run between them or change either: merge an adapter, and replace a layer, before "
-                "sparsify_, or leave the block out by filter_fn"
+                "invariant, main gradients and figures of a twell pair are of a whole layer, got a hidden state that "
+                "other code made: set dropouts of the hidden state to 0, and remove hooks and adapters"
             )
-
-    def _require_called(self) -> None:
-        """Raise NotImplementedError if ``fc1`` has another forward; warn of hooks on either."""
-        up = self.up_proj
-        if _is_replaced(up):
-            got = "one set on the instance: fc2 does the work of fc1 and would not call it"
-            if "_hf_hook" in vars(up):
-                got = (
-                    "accelerate's, which offloads its weights: keep them on a device, by device_map, or offload no pair"
-                )
-            raise NotImplementedError(f"fc1 of a twell pair must keep its forward, got {got}")
-        if not _modes.compiling():
-            if any(HOOKS_OF_ALL) or _hooks(up):
-                warn_once("fc1 of a twell pair has hooks: they see its input on both sides and must not change it")
-            if _hooks_of_others(self):
-                warn_once(
-                    "fc2 of a twell pair has hooks: they see the input of fc1, and its gradient, where the hidden "
-                    "state was, and must not change it"
-                )
+        if not (self.training or _modes.compiling()):
+            warn_once("a twell pair runs dense: its fc2 is given what other code made of the hidden state")
 
 
-class SparseDown(PairDown, SparseMLP, SharedLinear):
+class SparseDown(PairDown, SparseMLP, SharedLinear):  # type: ignore[override]
     """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
 
     For blocks with both layers and the activation among their own children, which keep their own ``forward`` and their
     keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation a ``HandOn``. This layer,
-    an ``nn.Linear`` with the down projection's parameters, does the work of all three. ``up_proj`` is the module
-    ``fc1`` itself but not a child: copying, pickling, moving and loading the block keep the two together. All else is
-    as in ``twell.nn.SparseMLP``.
+    an ``nn.Linear`` with the down projection's parameters, does the work of all three where ``fc1`` and the activation
+    have left it (``Deferred``), and is an ``nn.Linear`` on any other hidden state. ``up_proj`` is the module ``fc1``
+    itself but not a child: copying, pickling, moving and loading the block keep the two together. All else is as in
+    ``twell.nn.SparseMLP``.
     """
 
     up_proj: nn.Linear
@@ -302,45 +277,22 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
     def _add_projections(self, *_: Any) -> None:
         """It is one itself, and has the other."""
 
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
-    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
-        """x [..., hidden], the very tensor that ``fc1`` got, -> y [..., hidden], as in ``SparseMLP``."""
-        if self.up_proj.drops():  # type: ignore[operator]
-            if return_aux or self._record_aux or self._accumulate_main_grad:
-                self.require_whole()
-            return applied(self, x)
-        self._require_pair(x)
-        return super().forward(x, return_aux)  # type: ignore[call-overload,no-any-return]
+    def forward(self, x: Tensor, return_aux: bool = False, hidden: bool = False) -> Any:
+        """x [..., hidden], the input of ``fc1``, -> y [..., hidden], as in ``SparseMLP``; or a ``hidden`` state."""
+        return self._project("down_proj", x) if hidden else super().forward(x, return_aux)  # type: ignore[call-overload]
 
-    def require_whole(self) -> None:
-        """Raise NotImplementedError if the block drops values of the hidden state now, of which x is none then."""
-        up: Any = self.up_proj
-        if not self._given and up.drops():
-            raise NotImplementedError(
-                "figures and main gradients of a twell pair are of a whole hidden state, got a block that drops values "
-                f"of it in training ({up.dropped_by()}): set it to 0"
-            )
-
-    def _refusal(self) -> str:
-        up: DeferredUp = self.up_proj  # type: ignore[assignment]
-        return up._change() or super()._refusal()
-
-    def _dropped_by(self) -> str:
-        up: Any = self.up_proj
-        return up.dropped_by()  # type: ignore[no-any-return]
+    def _dropped_by(self, block: nn.Module | None = None) -> str:
+        found = {name: getattr(block, name, 0) for name in self.dropouts}
+        shares = {name: getattr(each, "p", each) for name, each in found.items()}
+        return "; ".join(f"{name}, p = {p}" for name, p in shares.items() if isinstance(p, (float, int)) and p)
 
     def _is_plain(self) -> bool:
-        self._require_called()
         # not by name: reading a parametrized weight computes it, and may change it
-        parameters = itertools.chain(self.up_proj._parameters.values(), self._parameters.values())
-        return calls_are_torchs() and all(map(behaves, parameters))
+        up: Any = self.up_proj
+        return bool(up.defers()) and all(map(behaves, self._parameters.values()))
 
     def _readings(self) -> list[Projection | str]:
-        why = "of a twell pair has weights that are not plain nn.Parameters"
-        return [why, why]
+        return ["of a twell pair has hooks, or weights that are not plain nn.Parameters"] * 2
 
     def take(self, other: Any) -> None:
         """Take the parameters, sizes and record of ``other``, a copy of this pair with other neurons."""
@@ -353,96 +305,71 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):
 
     def _project(self, name: str, x: Tensor) -> Any:
         # the layer's own product, as if it were no part of a pair
-        return applied(self if name == "down_proj" else self.up_proj, x)
+        of: Any = self if name == "down_proj" else self.up_proj
+        return applied(of, x, of.weight, of.bias)
 
     def reset_parameters(self) -> None:
         """Initialise this layer's own weight and bias again; ``fc1`` has its own ``reset_parameters``."""
         nn.Linear.reset_parameters(self)
 
-    @property
-    def down_proj(self) -> nn.Linear:  # type: ignore[override]
-        """This layer itself."""
-        return self
+
+class HandOn(nn.Identity):
+    """The activation of a pair, deferred as its input is."""
+
+    down: Any
+
+    def __init__(self, down: PairDown) -> None:
+        super().__init__()
+        # as in SparseDown
+        object.__setattr__(self, "down", down)
+
+    def __call__(self, x: Any) -> Any:
+        """x: deferred, or a tensor; hooks see a tensor."""
+        if type(x) is Deferred and (x.act is not None or x.made is not None or _hooks(self) or any(HOOKS_OF_ALL)):
+            x = x.value("its activation, which is called twice or has hooks,")
+        return super().__call__(x)
+
+    def forward(self, x: Any) -> Any:
+        """x [..., intermediate] -> [..., intermediate]."""
+        return x.behind(self) if type(x) is Deferred else activated(self, x)
 
 
-class GivenDown(SparseDown):
-    """The second of two layers, on the non-zeros of a hidden state that the block's own code makes of the first.
-
-    For activations in the code of a block. ``up_proj``, the first layer, stays what it is and is called as before.
-    """
-
-    _given = True
-    _block = Block()
-
-    def forward(self, x: Tensor, return_aux: bool = False) -> Any:
-        """x [..., intermediate], no value below 0 -> y [..., hidden]. As nn.Linear where something changed x before."""
-        if self._is_changed():
-            y = applied(self, x)
-            with_aux = return_aux or self._record_aux
-            return self._finish((y, dense_aux(x, x, RELU)) if with_aux else y, return_aux)
-        return SparseFFN.forward(self, x, return_aux)  # type: ignore[call-overload]
-
-    @_eagerly
-    def _is_changed(self) -> bool:
-        """Whether a hook, or a wrapper in this layer's place, may hand it something else than the block made."""
-        block = self._block()
-        return block is None or _below(block, self._block.names[1]) is not self or bool(_hooks_of_others(self))
-
-    def _is_plain(self) -> bool:
-        return False
-
-    def _dropped_by(self) -> str:
-        return ""
-
-    def _refusal(self) -> str:
-        return "accumulate_main_grad: expected a layer that makes its gate itself" if self.accumulate_main_grad else ""
-
-    def _readings(self) -> list[Projection | str]:
-        return ["is called, and what it returns made the hidden state, by the block's own code", Projection(self)]
-
-    def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
-        return x, None
-
-    def _gate(self, x: Tensor) -> Any:
-        return x
-
-    def _adapted(self, x: Tensor, with_aux: bool) -> Any:
-        if refusal := self._refusal():
-            raise NotImplementedError(refusal)
-        routed(Facts(invariant=self._invariant, called=True))
-        layer = Layer(None, None, None, self.weight, None, None, self.bias, x)
-        how = How(RELU, self._site() or self._strategy, False, self._compression)
-        return functional.run(functional.sparse_up_down, layer, how, None, with_aux)
+def activated(act: Any, x: Tensor) -> Tensor:
+    """What an activation of a pair makes of a tensor."""
+    of = act if isinstance(act, Activation) else activation_of(act.down.activation, act.down.threshold, gated=False)
+    return of.hidden(of.after(x), None)
 
 
-GivenDown._is_changed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def applied(linear: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The product of a half of a pair, whose weight is cast to the dtype of x where the model's own is."""
+    return F.linear(x, *(cast([weight, bias], x.dtype) if linear._casts else (weight, bias)))
 
 
 def _hooks(module: nn.Module) -> list[Any]:
     """The hooks of a module's calls."""
-    return [hook for kind in HOOKS for hook in getattr(module, kind).values()]
+    # by the dictionary: a graph does not look again at attributes that were empty
+    return [hook for kind in HOOKS for hook in module.__dict__[kind].values()]
 
 
 def _hooks_of_others(module: nn.Module) -> list[Any]:
     """Those of others than twell, and the hooks of all modules."""
-    own = [hook for hook in _hooks(module) if not str(getattr(hook, "__module__", "")).startswith("twell.")]
+    own = [hook for hook in _hooks(module) if not _is_of_twell(hook)]
     return [*own, *(hook for hooks in HOOKS_OF_ALL for hook in hooks.values())]
 
 
-def _version(x: Tensor) -> int:
+def _is_of_twell(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("twell.")
+
+
+def _version(x: Any) -> int:
     """How often a tensor was changed in place, as far as it is known."""
-    return 0 if x.is_inference() else x._version
-
-
-def _changed(module: nn.Module) -> bool:
-    """Whether hooks or a replaced forward may exchange the module's input or output for another tensor."""
-    return "forward" in vars(module) or bool(_hooks(module))
+    return x._version if isinstance(x, Tensor) and not (_modes.compiling() or x.is_inference()) else 0
 
 
 def pair_up(
     block: nn.Module,
     names: tuple[str, ...],
-    attribute: str,
+    attribute: str | None,
     dropouts: tuple[str, ...],
     options: dict[str, Any],
     casts: bool = False,
@@ -456,66 +383,22 @@ def pair_up(
     put_pair(block, names, attribute, dropouts, down)
 
 
-def give(block: nn.Module, names: tuple[str, ...], options: dict[str, Any]) -> None:
-    """Put a ``GivenDown`` in the place of the second of two layers of a block."""
-    down = GivenDown(*map(block.get_submodule, names), **options)  # type: ignore[arg-type]
-    down._block = Block(block, names)
-    block.set_submodule(names[1], down)
-
-
 def put_pair(
-    block: nn.Module, names: tuple[str, ...], attribute: str, dropouts: tuple[str, ...], down: PairDown
+    block: nn.Module, names: tuple[str, ...], attribute: str | None, dropouts: tuple[str, ...], down: PairDown
 ) -> None:
-    """Put a pair in the place of two layers of a block and of the activation between them.
+    """Put a pair in the place of two layers of a block and of the activation between them, None for one in the code.
 
     The objects that were there stay what they are, for whatever else refers to them.
     """
-    up = down.up_proj
-    for name, new in zip((*names, attribute), (up, down, HandOn(down))):
+    down.names, down.attribute, down.dropouts, down._fixed = names, attribute, dropouts, attribute is None
+    parts = {names[0]: down.up_proj, names[1]: down, **({} if attribute is None else {attribute: HandOn(down)})}
+    for name, new in parts.items():
         holder, _, key = name.rpartition(".")
         old = getattr(block.get_submodule(holder), key)
         setattr(block.get_submodule(holder), key, new.train(getattr(old, "training", block.training)))
-    up._block = Block(block, names, (attribute, *dropouts))
     if isinstance(block, nn.TransformerEncoderLayer):
         # else its fast path for inference would read the weights and run dense
         block.activation_relu_or_gelu = 0
-
-
-class HandOn(nn.Identity):
-    """The activation of a pair: returns its input, what ``fc1`` returned, unless the block runs without the pair.
-
-    Where code reads the weights of both layers and calls neither, as some adapters do, nothing else would notice that
-    there is no activation.
-    """
-
-    down: Any
-
-    def __init__(self, down: PairDown) -> None:
-        super().__init__()
-        # as in SparseDown
-        object.__setattr__(self, "down", down)
-
-    @property
-    def up(self) -> DeferredUp:
-        """``fc1`` of the pair."""
-        return self.down.up_proj  # type: ignore[no-any-return]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x -> x. NotImplementedError if ``fc1`` did not return it and is no longer in its place."""
-        if self.up.drops():
-            activation = activation_of(self.down.activation, self.down.threshold, gated=False)
-            return activation.hidden(activation.after(x, inplace=False), None)
-        if _modes.compiling() or all(other() is not x for other, _ in _HANDED_ON.tensors.values()):
-            bypassed = self.up._bypassed()
-            if bypassed:
-                raise NotImplementedError(bypassed)
-        return x
-
-
-def applied(linear: Any, x: Tensor) -> Tensor:
-    """The product of x with the weight of a half of a pair, which is cast to its dtype where the model's own is."""
-    operands = [linear.weight, linear.bias]
-    return F.linear(x, *(cast(operands, x.dtype) if linear._casts else operands))
 
 
 class Applied(nn.Module):
@@ -585,7 +468,7 @@ class GivenGatedMLP(SparseGatedMLP):
     They make the zeros, and no value below 0, so that ReLU behind them changes nothing.
     """
 
-    _given = True
+    _given = _fixed = True
 
     def __init__(self, was: type[nn.Module], steps: tuple[str, ...], k: int, n: int, **options: Any) -> None:
         super().__init__(k, n, **options)
@@ -737,12 +620,3 @@ def below(module: nn.Module, name: str) -> nn.Module | None:
     child, _, key = name.partition(".")
     found = module._modules.get(child)
     return found._modules.get(key) if key and found is not None else found
-
-
-def _below(module: nn.Module, name: str) -> Any:
-    """A child, perhaps of a child within wrappers of torch, or another attribute; None if there is none."""
-    child, _, key = name.rpartition(".")
-    holder: Any = module._modules.get(child) if child else module
-    while child and holder is not None and key not in holder._modules and of_torch(type(holder)):
-        holder = next(holder.children(), None)
-    return getattr(holder, key, None)

@@ -111,6 +111,12 @@ def _code(linear: Any) -> str:
     return name
 
 
+_ALONE = (
+    "a pair in e4m3 must run as a whole, for inference, got code that uses what its fc1 or its activation returns: "
+    "call eval() if it is a dropout, and remove hooks, adapters and other layers"
+)
+
+
 class Float8Up(DeferredUp, Float8Projection):  # type: ignore[misc]
     """``fc1`` of a pair in e4m3."""
 
@@ -119,11 +125,8 @@ class Float8Up(DeferredUp, Float8Projection):  # type: ignore[misc]
         self._hold(record, bias)
         self.out_features, self.in_features = record.shape
 
-    def drops(self) -> bool:
-        if super().drops():
-            got = f"training mode with {self.dropped_by()}"
-            raise NotImplementedError(f"layers in e4m3 are for inference and drop no values, got {got}: call eval()")
-        return False
+    def product(self, *_: Any) -> Tensor:
+        raise NotImplementedError(_ALONE)
 
 
 class Float8Down(PairDown, Float8MLP, Float8Projection):
@@ -136,16 +139,11 @@ class Float8Down(PairDown, Float8MLP, Float8Projection):
             # no child, as in ``SparseDown``
             object.__setattr__(self, "up_proj", Float8Up(record, bias))
 
-    def forward(self, x: Tensor | Float8) -> Tensor:
-        """x [..., hidden], the very tensor that ``fc1`` got, -> y [..., hidden], bfloat16."""
-        self._require_pair(x)  # type: ignore[arg-type]
-        self._require_called()
+    def forward(self, x: Tensor | Float8, hidden: bool = False) -> Tensor:
+        """x [..., hidden], the input of ``fc1``, -> y [..., hidden], bfloat16."""
+        if hidden:
+            raise NotImplementedError(_ALONE)
         return super().forward(x)
-
-    @property
-    def down_proj(self) -> Float8Down:
-        """This layer itself."""
-        return self
 
 
 def layer(projections: Mapping[str, Stored], pair: bool, options: dict[str, Any]) -> Any:

@@ -38,7 +38,6 @@ from twell._sparsify.modules import (
     NamedGatedMLP,
     NamedMLP,
     SparseDown,
-    give,
     pair_up,
     put_pair,
     turn,
@@ -101,10 +100,8 @@ def sparsify_(
     A module that is a layer as a whole becomes one of ``twell.nn`` with the same children. It stays the same object, so
     every reference to it holds; its own code is gone, and a method of it that was kept elsewhere raises or computes the
     same. An ``nn.Sequential`` of Linear, activation and Linear alone, ``names=("0", "2")``, is such a module, and can
-    no longer be indexed. In any other block two layers become a pair: the first passes its input to the second, which
-    does the work of both, and the activation becomes an identity. The block stays, and hooks on these three see that.
-    In the channel mixing of transformers' RWKV, with its activation in the code, the second layer alone runs on the
-    non-zeros of what it is given.
+    no longer be indexed. In any other block two layers become a pair: the first and the activation leave their work to
+    the second. The block stays.
 
     Dropout of the hidden state stays: a training pass in which it drops values runs the model's own operators. Linear
     layers of classes of their own stay, too; those that cast their weights to the dtype of x still do.
@@ -133,15 +130,12 @@ def sparsify_(
     known classes are not run.
 
     What is the word of who names a module: that its code does not branch on anything that these runs do not vary
-    (longer inputs, other devices, settings that change later), leaves nothing behind in globals, and, for a pair, that
-    no other code calls the two layers or their activation.
+    (longer inputs, other devices, settings that change later), and that it leaves nothing behind in globals.
 
-    What is later put around, in place of or between the two layers of a pair, dropout and layers of other pairs among
-    it, raises in eager mode if it would change the result. So does any wrapper around either that is not torch's, and
-    an identity in place of the activation leaves the activation on. Tracing of a graph looks at the children of the
-    block and at its dropouts, and where one may change the result it raises with ``fullgraph=True`` and runs the block
-    eagerly without. It does not see hooks, a new ``forward`` of a block, or, where the two are compiled apart, as
-    happens to a block that does not fit into a graph, changes of one block when another has been compiled.
+    What is later put around, in place of or between the two layers of a pair, hooks, adapters and a dropout that drops
+    among it, computes what it would without twell: what needs the first layer's output has it computed, and the rest
+    runs dense, after a warning. Pairs in e4m3 raise NotImplementedError then, as do figures and ``invariant``. So do
+    an input that is changed in place between the two layers, and reentrant checkpointing of one of them alone.
 
     Args:
         model: any module that is or contains such layers; for a model of transformers see
@@ -297,7 +291,7 @@ def _told(names: Any) -> list[tuple[str, ...]]:
 
 def _with_activation(candidate: Candidate, of: Activation | None, wanted: str | None) -> Candidate:
     """The candidate with the activation that its layer will have; ``of`` is its own, if it is of the family."""
-    if candidate.kind == "hidden" and wanted is not None:
+    if candidate.kind == "pair" and candidate.attribute is None and wanted is not None:
         raise ValueError(
             f"sparsify_: {label(candidate.name, candidate.module)} must have its activation as an attribute for "
             f'activation="{wanted}", got one in the code of its forward; {LEAVE_OUT}'
@@ -341,9 +335,6 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         logger.info(
             "layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model"
         )
-    if given := [candidate.layer for candidate in planned.candidates if candidate.kind == "hidden"]:
-        why = "since the activation before it is in the code of its block"
-        logger.info("projections that run alone on the non-zeros, %s: %d, the first %s", why, len(given), given[0])
     if planned.stacked:
         logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if planned.unknown:
@@ -359,7 +350,7 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
 def put(candidate: Candidate, options: dict[str, Any]) -> None:
     """Put the layer of a candidate in its place, of these settings."""
     module, options = candidate.module, options | candidate.activation.options()
-    names, attribute, dropouts = candidate.form.children, str(candidate.attribute), candidate.dropouts
+    names, attribute, dropouts = candidate.form.children, candidate.attribute, candidate.dropouts
     if candidate.stored and not candidate.dequantised:
         made = quantised.layer(candidate.stored, candidate.kind == "pair", options)  # type: ignore[arg-type]
         if candidate.kind == "pair":
@@ -373,8 +364,6 @@ def put(candidate: Candidate, options: dict[str, Any]) -> None:
             module.set_submodule(name, projection.plain())
     if candidate.kind == "pair":
         pair_up(module, names, attribute, dropouts, options, candidate.casts)
-    elif candidate.kind == "hidden":
-        give(module, names, options)
     else:
         turn(module, _replacement(candidate, options))
 

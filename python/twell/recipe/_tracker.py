@@ -15,7 +15,6 @@ from twell._activation import activation_of
 from twell._arguments import require_integer
 from twell._runtime import geometry
 from twell._runtime.log import warn_once
-from twell._sparsify.modules import SparseDown
 from twell.nn import explain
 from twell.recipe import _aux
 from twell.recipe._stats import LayerStats, SparsityStats, ratio
@@ -325,8 +324,6 @@ def _count(layer: Any, x: Tensor, firings: Tensor, per_token: Tensor) -> tuple[T
     n = len(firings)
     if layer.intermediate != n:
         raise ValueError(f"a tracked layer must keep its {n} neurons, got {layer.intermediate}: make a new tracker")
-    if isinstance(layer, SparseDown):
-        layer.require_whole()
     gate = _gate_of(layer, x)
     tokens, tile = x.reshape(-1, x.shape[-1]), geometry.TOKEN_TILE
     step = max(tile, _compaction.CHUNK_GATES // n // tile * tile)
