@@ -1,6 +1,5 @@
 """The integration with transformers: tiny random models, files of both layouts, generate."""
 
-import copy
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -56,14 +55,6 @@ def stock(name: str, seed: int = 0, **changes: Any) -> Any:
     return getattr(transformers, cls)(getattr(transformers, config)(**{**fields, **changes})).eval()
 
 
-def cast(model: Any, dtype: torch.dtype) -> Any:
-    """Cast parameters to dtype and leave buffers, like from_pretrained."""
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
-    model.config.dtype = dtype
-    return model
-
-
 def prompt(batch: int = 2, length: int = 9) -> Tensor:
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
 
@@ -71,10 +62,6 @@ def prompt(batch: int = 2, length: int = 9) -> Tensor:
 def out(model: Any, ids: Tensor | None = None) -> Tensor:
     result: Tensor = model(input_ids=prompt() if ids is None else ids, use_cache=False)[0]
     return result
-
-
-def stored_as_linear(model: Any) -> bool:
-    return all(m.down_proj.weight.is_contiguous() for m in layers(model).values())
 
 
 @pytest.fixture
@@ -259,6 +246,12 @@ def test_a_model_is_saved_as_it_is_and_loaded_as_it_was(case: str, tmp_path: Pat
         assert {name: (each.activation, each.threshold) for name, each in layers(loaded).items()} == expected
         with torch.no_grad():
             torch.testing.assert_close(out(loaded), out(model.eval()), rtol=0, atol=0)
+        if case in ("drelu", "fatrelu", "parts", "experts", "channel mixing"):
+            # as 0.3 wrote it
+            (folder / "config.json").write_text(json.dumps({**content, "twell": None}))
+            found = {name: (each.activation, each.threshold) for name, each in layers(load(folder)).items()}
+            assert found == expected
+            (folder / "config.json").write_text(json.dumps(content))
         # and once more, from what was loaded
         model, before = loaded, loaded.config.to_dict()
     assert record == json.loads((tmp_path / "config.json").read_text())["twell"]
@@ -380,52 +373,23 @@ def test_a_trained_threshold_is_saved_for_each_model_of_a_wrapper(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "after"),
+    ("build", "names", "after"),
     [
-        ("llama", {"hidden_act": "silu"}, {"hidden_act": "relu"}),
-        ("opt", {"activation_function": "gelu"}, {"activation_function": "relu"}),
-        ("gemma", {"hidden_act": "gelu_pytorch_tanh"}, {"hidden_act": "relu"}),
-        ("XLNetLMHeadModel", dict.fromkeys(("ff_activation", "summary_activation"), "gelu"),
-         {"ff_activation": "relu", "summary_activation": "gelu"}),
-        ("T5ForConditionalGeneration", {"feed_forward_proj": "gated-gelu"},
+        (lambda: tiny("XLNetLMHeadModel", **dict.fromkeys(("ff_activation", "summary_activation"), "gelu")),
+         ("layer_1", "layer_2"), {"ff_activation": "relu", "summary_activation": "gelu"}),
+        (lambda: tiny("T5ForConditionalGeneration", feed_forward_proj="gated-gelu"), None,
          {"dense_act_fn": "relu", "feed_forward_proj": "gated-relu"}),
-        ("FalconForCausalLM", {"activation": "gelu"}, {"activation": "relu"}),
-        ("rt-detr", {}, {"encoder_activation_function": "relu", "decoder_activation_function": "relu",
-                         "activation_function": "silu"}),
+        (lambda: tiny_rt_detr(), None, {"encoder_activation_function": "relu", "decoder_activation_function": "relu",
+                                        "activation_function": "silu"}),
     ],
 )  # fmt: skip
-def test_the_stock_class_computes_the_same_whatever_the_key(
-    kind: str, given: dict[str, str], after: dict[str, str], tmp_path: Path
-) -> None:
-    """Retraining with ReLU takes all layers or none, and a refusal leaves the model as it was."""
-    if kind in MODELS:
-        model = stock(kind, **given)
-        before = out(model)
-        with pytest.raises(ValueError, match=r"must apply ReLU, got \w+.*2310\.04564.*activation=\"relu\""):
-            sparsify(model)
-        assert not layers(model)
-        assert {key: getattr(model.config, key) for key in given} == given
-        assert torch.equal(out(model), before)
-    else:
-        model = tiny_rt_detr() if kind == "rt-detr" else tiny(kind, **given)
-    sparsify(model, activation="relu", names=("layer_1", "layer_2") if kind == "XLNetLMHeadModel" else None)
+def test_the_stock_class_computes_the_same_whatever_the_key(build: Any, names: Any, after: Any, tmp_path: Path) -> None:
+    model = sparsify(build(), activation="relu", names=names)
     assert {key: getattr(model.config, key) for key in after} == after
     model.save_pretrained(tmp_path)
     dense = type(model).from_pretrained(tmp_path).eval()
     assert not layers(dense)
     torch.testing.assert_close(run(model), run(dense), rtol=1e-4, atol=1e-5)
-
-
-def test_a_layer_without_a_key_has_the_activation_of_its_file(tmp_path: Path) -> None:
-    """CTRL has ReLU in its code, and its configuration names the activation of a summary, too."""
-    sizes = {"n_embd": K, "dff": N, "n_layer": 1, "n_head": 4, "vocab_size": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    for summary in ("tanh", "relu"):
-        config = transformers.CTRLConfig(**sizes, hidden_act="relu", summary_activation=summary)
-        transformers.CTRLLMHeadModel(config).save_pretrained(tmp_path)
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "fatrelu", "hidden_act_param": 0.25}))
-        (layer,) = layers(load(tmp_path)).values()
-        assert (layer.activation, layer.threshold) == ("fatrelu", 0.25)
 
 
 def test_a_key_of_any_name_is_found(tmp_path: Path) -> None:
@@ -451,25 +415,28 @@ def test_a_key_of_any_name_is_found(tmp_path: Path) -> None:
     assert torch.equal(out(Own.from_pretrained(tmp_path)), out(model))
 
 
-def test_load_takes_what_from_pretrained_takes_and_settings_of_layers(tmp_path: Path) -> None:
-    stock("llama", sparsity_strategy="row", sparsity_compression=2).save_pretrained(tmp_path / "own")
-    sparsify(stock("llama"), activation="drelu").save_pretrained(tmp_path / "down" / "stock")
-    model = load(tmp_path / "down", subfolder="stock", dtype=BF16, local_files_only=True)
-    assert {layer.activation for layer in layers(model).values()} == {"drelu"}
+@pytest.mark.parametrize(
+    ("keys", "given", "expected"),
+    [
+        ({}, {}, ("auto", False, "auto", 8)),
+        ({"strategy": "row", "compression": 2}, {}, ("row", False, "auto", 2)),
+        ({"strategy": "row", "compression": 2}, {"strategy": "union", "compression": 4}, ("union", False, "auto", 4)),
+        ({"strategy": "row", "invariant": True, "screen": "off"}, {}, ("row", True, "off", 8)),
+        ({"strategy": "row", "invariant": True}, {"strategy": "union"}, "with invariant=True, got"),
+        ({}, {"strategy": "quick"}, "strategy must be"),
+    ],
+)
+def test_settings_of_layers(keys: dict[str, Any], given: dict[str, Any], expected: Any, tmp_path: Path) -> None:
+    stock("llama", **{f"sparsity_{key}": value for key, value in keys.items()}).save_pretrained(tmp_path / "down")
+    options = {"subfolder": "down", "dtype": BF16, "local_files_only": True}
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            load(tmp_path, **options, **given)
+        return
+    model = load(tmp_path, **options, **given)
     assert model.dtype == BF16
-    for folder, settings in (("own", ("row", 2)), ("down/stock", ("auto", 8))):
-        model = load(tmp_path / folder)
-        assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {settings}
-        model = load(tmp_path / folder, strategy="union", compression=4)
-        assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {("union", 4)}
-        with pytest.raises(ValueError, match="strategy must be"):
-            load(tmp_path / folder, strategy="quick")  # type: ignore[arg-type]
-    asks = {"sparsity_strategy": "row", "sparsity_invariant": True, "sparsity_screen": "off"}
-    stock("llama", **asks).save_pretrained(tmp_path / "asks")
-    for layer in layers(load(tmp_path / "asks")).values():
-        assert (layer.strategy, layer.invariant, layer.screen, layer.compression) == ("row", True, "off", 8)
-    with pytest.raises(ValueError, match="with invariant=True, got"):
-        load(tmp_path / "asks", strategy="union")
+    found = {(each.strategy, each.invariant, each.screen, each.compression) for each in layers(model).values()}
+    assert found == {expected}
 
 
 def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
@@ -503,42 +470,31 @@ def stored(folder: Path) -> dict[str, Tensor]:
 def store(
     model: Any,
     folder: Path,
+    fields: dict[str, Any],
     *,
-    transposed: bool,
-    shards: int = 1,
+    rows: bool = False,
+    size: str = "1GB",
     pickled: bool = False,
     marker: str = "",
-    **fields: Any,
 ) -> Path:
-    """A folder with the weights of a stock model, the down weights transposed or not, and other keys in config.json."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {key: t.clone().contiguous() for key, t in model.state_dict().items()}
-    for key in state:
-        if transposed and key.endswith("down_proj.weight"):
-            state[key] = state[key].t().contiguous()
+    """A folder with a model whose configuration has other ``fields``; down weights by ``rows``, pickled, or marked."""
+    model.save_pretrained(folder, max_shard_size=size)
     (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), **fields}))
-    marks = {"format": "pt", **({layouts.LAYOUT_KEY: marker} if marker else {})}
-    if pickled:
-        torch.save(state, folder / "pytorch_model.bin")
-    elif shards == 1:
-        safetensors_torch.save_file(state, folder / "model.safetensors", marks)
-    else:
-        index = {}
-        for i in range(shards):
-            name = f"model-{i + 1:05}-of-{shards:05}.safetensors"
-            part = {key: state[key] for key in list(state)[i::shards]}
-            safetensors_torch.save_file(part, folder / name, marks)
-            index |= dict.fromkeys(part, name)
-        total = sum(t.numel() * t.element_size() for t in state.values())
-        content = {"metadata": {"total_size": total}, "weight_map": index}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    for file in folder.glob("*.safetensors"):
+        state = {
+            key: t.t().contiguous() if rows and key.endswith("down_proj.weight") else t
+            for key, t in safetensors_torch.load_file(file).items()
+        }
+        safetensors_torch.save_file(state, file, {"format": "pt", **({layouts.LAYOUT_KEY: marker} if marker else {})})
+        if pickled:
+            file.unlink()
+            torch.save(state, folder / "pytorch_model.bin")
     return folder
 
 
 def of_0_3(kind: str, **more: Any) -> dict[str, Any]:
     """The keys that version 0.3 wrote for its sparse classes."""
-    architecture = MODELS[kind][1]
-    own = {"model_type": f"sparse_{kind}", "architectures": [f"Sparse{architecture}"], "sparsity_strategy": "row"}
+    own = {"model_type": f"sparse_{kind}", "architectures": [f"Sparse{MODELS[kind][1]}"], "sparsity_strategy": "row"}
     return own | {"sparsity_compression": 2, "sparsity_down_layout": "linear"} | more
 
 
@@ -551,123 +507,98 @@ PAPER = {
     "intermediate_size": 4 * N,
     "auto_map": {"AutoModelForCausalLM": "theirs.Theirs"},
 }
-
-
-@pytest.mark.parametrize(("kind", "shards", "dtype"), [("qwen2", 1, torch.float32), ("llama", 3, BF16)])
-def test_files_of_0_3(kind: str, shards: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    dense = cast(stock(kind), dtype)
-    folder = store(dense, tmp_path / "old", transposed=False, shards=shards, **of_0_3(kind))
-    model = load(folder)
-    assert (type(model), model.dtype) == (type(dense), dtype)
-    assert stored_as_linear(model)
-    assert {(layer.strategy, layer.compression) for layer in layers(model).values()} == {("row", 2)}
-    assert torch.equal(out(model), out(sparsify(copy.deepcopy(dense), strategy="row")))
-    # what it writes are files of the stock class
-    model.save_pretrained(tmp_path / "new")
-    content = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert (content["model_type"], content["architectures"]) == (kind, [type(dense).__name__])
-    assert layouts.LAYOUT_KEY not in content
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
-    assert not layers(again)
-    assert torch.equal(out(again), out(dense))
-    assert {layer.strategy for layer in layers(load(tmp_path / "new")).values()} == {"row"}
+LLAMA_TYPE = {"model_type": "llama_sparse_relu", "architectures": ["Theirs"]}
+    {"model_type": f"{each}_sparse_relu", "architectures": ["Theirs"]} for each in ("llama", "qwen2")
+)
+UNGATED = PAPER | {"sparsity_gated_mlp": False}
+SQUARE = PAPER | {"sparsity_new_intermediate_size": K}
+LINEAR, ROWS = {"sparsity_down_layout": "linear"}, {"sparsity_down_layout": "rows"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "own_type", "transposed", "shards", "pickled", "dtype"),
+    ("kind", "fields", "how", "activation"),
     [
-        ("llama", True, False, 1, False, None),
-        ("qwen2", False, True, 3, False, BF16),
-        ("llama", False, True, 1, True, None),
-        ("qwen2", True, False, 1, True, BF16),
+        ("qwen2", of_0_3("qwen2"), {}, "relu"),
+        ("llama", of_0_3("llama"), {"size": "20KB"}, "relu"),
+        ("llama", of_0_3("llama", hidden_act="relu2"), {}, "relu2"),
+        ("llama", PAPER | LLAMA_TYPE, {}, "relu"),
+        ("qwen2", PAPER, {"rows": True, "size": "20KB"}, "relu"),
+        ("llama", PAPER, {"rows": True, "pickled": True}, "relu"),
+        ("qwen2", PAPER | LLAMA_TYPE | {"model_type": "qwen2_sparse_relu"}, {"pickled": True}, "relu"),
+        ("llama", PAPER | {"hidden_act": "drelu"}, {}, "drelu"),
+        # other stock activations are ignored
+        ("llama", UNGATED, {}, "relu"),
+        ("llama", UNGATED | {"hidden_act": "relu2"}, {"rows": True}, "relu2"),
+        ("square", SQUARE | LINEAR, {}, "relu"),
+        ("square", SQUARE | ROWS, {"rows": True, "pickled": True}, "relu"),
+        ("square", SQUARE, {"rows": True, "marker": "rows"}, "relu"),
+        # the marker of a stock class, as `twell convert` of 0.3 left it
+        ("square", ROWS, {"rows": True}, "relu"),
     ],
 )
-def test_checkpoints_of_the_paper(
-    kind: str,
-    own_type: bool,
-    transposed: bool,
-    shards: int,
-    pickled: bool,
-    dtype: Any,
-    tmp_path: Path,
-    quiet: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_files_of_others(
+    kind: str, fields: Any, how: Any, activation: Any, dtype: Any, tmp_path: Path, quiet: pytest.LogCaptureFixture
 ) -> None:
-    dense = stock(kind)
-    fields = PAPER | ({"model_type": f"{kind}_sparse_relu", "architectures": ["Theirs"]} if own_type else {})
-    folder = store(dense, tmp_path, transposed=transposed, shards=shards, pickled=pickled, **fields)
-    loaded = load(folder, **({} if dtype is None else {"dtype": dtype}))
+    model = stock("llama", intermediate_size=K) if kind == "square" else stock(kind)
+    gated = fields.get("sparsity_gated_mlp", True)
+    if not gated:
+        for block in model.model.layers:
+            block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    folder = store(model, tmp_path, fields, **how)
+    loaded = load(folder, dtype=dtype)
     assert not [r for r in quiet.records if r.levelno >= logging.WARNING and r.name.startswith("transformers")]
-    assert stored_as_linear(loaded)
-    assert (loaded.config.hidden_act, loaded.config.intermediate_size) == ("relu", N)
-    assert loaded.config.sparsity_l1_coeff == 2e-5
-    assert loaded.dtype == (dtype or torch.float32)
-    cast(dense, loaded.dtype)
-    assert all(torch.equal(t, dense.state_dict()[key]) for key, t in loaded.state_dict().items())
-    with torch.no_grad():
-        torch.testing.assert_close(out(loaded), out(dense), rtol=0.1, atol=0.0 if dtype is None else 0.1)
+    assert (type(loaded), loaded.dtype) == (type(model), dtype)
+    assert all(m.down_proj.weight.is_contiguous() for m in layers(loaded).values())
+    assert loaded.config.intermediate_size == (K if kind == "square" else N)
+    assert getattr(loaded.config, "sparsity_l1_coeff", None) == fields.get("sparsity_l1_coeff")
+    own = fields.get("sparsity_strategy", "auto"), fields.get("sparsity_compression", 8)
+    assert {(each.strategy, each.compression) for each in layers(loaded).values()} == {own}
+    expected = out(given(model if not gated else sparsify(model, strategy=own[0]), (activation, 0)))
+    assert torch.equal(out(loaded), expected)
     # over the very files that the weights came from
     loaded.save_pretrained(folder)
-    for again in (transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=loaded.dtype), load(folder)):
-        assert type(again) is type(dense)
-        with torch.no_grad():
-            torch.testing.assert_close(out(again), out(loaded), rtol=0.1, atol=0.0 if dtype is None else 0.1)
+    assert layouts.LAYOUT_KEY not in json.loads((folder / "config.json").read_text())
+    assert torch.equal(out(load(folder, dtype=dtype)), expected)
+    if gated and activation != "drelu":
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        assert (type(again), len(layers(again))) == (type(model), 0)
+        torch.testing.assert_close(out(again), expected, rtol=0.1, atol=0.1)
+    elif not gated:
+        # the stock class would draw a gate
+        with pytest.raises(ValueError, match=r"transformers\.load reads it"):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("fields", [of_0_3("llama", hidden_act="relu2"), PAPER | {"hidden_act": "drelu"}])
-def test_an_activation_of_the_family_counts_in_a_sparse_model(fields: dict[str, Any], tmp_path: Path) -> None:
-    """Another one is ignored."""
-    model = load(store(stock("llama"), tmp_path, transposed=False, **fields))
-    assert {layer.activation for layer in layers(model).values()} == {fields["hidden_act"]}
-    assert model.config.hidden_act == fields["hidden_act"]
-
-
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
-def test_layers_without_a_gate(activation: Any, tmp_path: Path) -> None:
-    expected = stock("llama")
-    for block in expected.model.layers:
-        block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj, activation=activation)
-    for transposed in (False, True):
-        # other stock activations are ignored
-        named = {"hidden_act": activation if activation == "relu2" else "silu"}
-        fields = PAPER | {"sparsity_gated_mlp": False} | named
-        model = load(store(expected, tmp_path / str(transposed), transposed=transposed, **fields))
-        assert {type(layer) for layer in layers(model).values()} == {SparseMLP}
-        assert torch.equal(out(model), out(expected))
-    model.save_pretrained(tmp_path / "again")
-    assert torch.equal(out(load(tmp_path / "again")), out(expected))
-    # the stock class would draw a gate
-    with pytest.raises(ValueError, match=r"transformers\.load reads it"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-
-
-@pytest.mark.parametrize("pickled", [False, True])
-def test_square_weights_need_a_layout(pickled: bool, tmp_path: Path) -> None:
-    dense = stock("llama", intermediate_size=K)
-    paper = PAPER | {"sparsity_new_intermediate_size": K}
-    bare = store(dense, tmp_path / "bare", transposed=False, pickled=pickled, **paper)
-    with pytest.raises(ValueError, match=r"square down weight .* expected sparsity_down_layout"):
-        load(bare)
-    for transposed, layout in ((False, "linear"), (True, "rows")):
-        named = {layouts.LAYOUT_KEY: layout}
-        folder = store(dense, tmp_path / layout, transposed=transposed, pickled=pickled, **paper, **named)
-        assert torch.equal(out(load(folder)), out(dense))
-    # the marker of a stock class, as `twell convert` of 0.3 left it
-    marked = store(dense, tmp_path / "marked", transposed=True, pickled=pickled, **named)
-    assert torch.equal(out(load(marked)), out(dense))
-    if not pickled:
-        by_file = store(dense, tmp_path / "file", transposed=True, marker="rows", **paper)
-        assert torch.equal(out(load(by_file)), out(dense))
+@pytest.mark.parametrize(
+    ("fields", "how", "why"),
+    [
+        (SQUARE, {}, r"square down weight .* expected sparsity_down_layout"),
+        (SQUARE, {"pickled": True}, r"square down weight .* expected sparsity_down_layout"),
         # weights of another writer beside a configuration of before
-        stale = store(dense, tmp_path / "stale", transposed=True, marker="rows", **of_0_3("llama"))
-        with pytest.raises(ValueError, match=r"must be the same in the configuration and in the file's metadata"):
-            load(stale)
+        (of_0_3("llama"), {"marker": "rows"}, "must be the same in the configuration and in the file's metadata"),
+        (SQUARE | ROWS | {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}, {"rows": True},
+         r"down_proj.weight: quantised weights must be \[hidden, intermediate\]"),
+    ],
+)  # fmt: skip
+def test_files_of_others_that_are_refused(
+    fields: Any, how: Any, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # scales of weights on a GPU lie along one side
+    quantizer = transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
+    monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
+    folder = store(stock("llama", intermediate_size=K), tmp_path, fields, **how)
+    with pytest.raises(ValueError, match=why):
+        load(folder)
 
 
 def test_other_heads_of_files_of_0_3(tmp_path: Path) -> None:
     """The stock classes open them, dense; they are ReLU, and a classifier's head is its own."""
     torch.manual_seed(0)
     dense = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**_LLAMA)).eval()
-    folder = store(dense, tmp_path / "old", transposed=False, **of_0_3("llama"))
+    folder = store(dense, tmp_path / "old", of_0_3("llama"))
     for auto in (transformers.AutoModelForSequenceClassification, transformers.AutoModel):
         model = auto.from_pretrained(folder).eval()
         assert type(model).__name__ in ("LlamaForSequenceClassification", "LlamaModel")
@@ -675,7 +606,7 @@ def test_other_heads_of_files_of_0_3(tmp_path: Path) -> None:
         assert torch.equal(out(sparsify(body)), out(right))
     square = {"sparsity_down_layout": None, "intermediate_size": K}
     for changes in ({"sparsity_down_layout": "rows"}, {"sparsity_gated_mlp": False}, square):
-        store(dense, folder, transposed=False, **of_0_3("llama", **changes))
+        store(dense, folder, of_0_3("llama", **changes))
         with pytest.raises(ValueError, match=r"transformers\.load reads it"):
             auto.from_pretrained(folder)
 
