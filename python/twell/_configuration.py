@@ -11,7 +11,6 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from twell._activation import RELU, Activation, activation_of
 
@@ -182,9 +181,3 @@ def is_named(config: Any, activations: Iterable[Activation], among: Container[st
         key.read(config) == one.name and float(getattr(key.part(config), THRESHOLD_KEY, None) or 0) == one.threshold
         for key in found
     )
-
-
-def of_model(module: nn.Module) -> Any:
-    """The configuration of a model of transformers; None of any other module."""
-    config = vars(module).get("config")
-    return config if hasattr(config, "get_text_config") else None

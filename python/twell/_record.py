@@ -28,6 +28,8 @@ from twell._runtime.log import logger
 
 E4M3 = torch.float8_e4m3fn
 _FORMAT = {"num_bits": 8, "type": "float", "symmetric": True}
+# torch.compile, checkpoints and FSDP have the module that they wrap under these names
+_WRAPPER = re.compile(r"\.(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
 # the class of entries of experts of transformers that are stacked in tensors
 EXPERTS = "sparse_experts"
 
@@ -86,6 +88,12 @@ class Layer(NamedTuple):
     activation: Activation | None
 
 
+def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of a model by the names that they have without wrappers of torch."""
+    for name, module in model.named_modules():
+        yield _WRAPPER.sub("", f".{name}").removeprefix("."), module
+
+
 def layer_of(name: str, layer: Any) -> Layer | None:
     """What a module of a model is, of this name; None unless a layer of twell."""
     names = getattr(layer, "_projections", None) or getattr(layer, "_names", None)
@@ -101,13 +109,13 @@ def layer_of(name: str, layer: Any) -> Layer | None:
 
 
 def _layers(model: nn.Module) -> list[Layer]:
-    return [layer for name, module in model.named_modules() if (layer := layer_of(name, module)) is not None]
+    return [layer for name, module in _named(model) if (layer := layer_of(name, module)) is not None]
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, str]]:
     """The modules of entries, and their classes, of all layers of ``model``."""
     yield from ((each.module, each.kind) for each in _layers(model))
-    for name, module in model.named_modules():
+    for name, module in _named(model):
         if "_twell" in vars(module) and getattr(module.config, "_experts_implementation", None) == "twell":
             yield name, EXPERTS
 
@@ -125,7 +133,7 @@ def _entries(model: nn.Module, left: Mapping[str, str]) -> list[dict[str, Any]]:
         groups.setdefault(Entry(each.kind, (), each.names, own), []).append(each.module)
     if experts := [name for name, kind in layers(model) if kind == EXPERTS]:
         groups[Entry(EXPERTS, ())] = experts
-    everything = [name for name, _ in model.named_modules()]
+    everything = [name for name, _ in _named(model)]
     entries = []
     for entry, modules in groups.items():
         patterns = dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in modules)
@@ -207,7 +215,7 @@ def _quantised(model: nn.Module, stated: Any) -> dict[str, Any] | None:
     if not weights:
         return None
     targets = [rf"(.*\.)?{re.escape(name)}$" for name in weights]
-    others = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in weights)
+    others = (name for name, module in _named(model) if isinstance(module, nn.Linear) and name not in weights)
     if alike := [name for name in others if any(re.match(target, name) for target in targets)]:
         raise NotImplementedError(
             "save_pretrained: names of layers in e4m3 must not end those of others, of which readers would take the "
@@ -231,7 +239,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights of layers of twell, by the names of their projections."""
     return {
         inner: weight
-        for name, layer in model.named_modules()
+        for name, layer in _named(model)
         if type(layer).__module__.startswith("twell.")
         for inner, projection in layer.named_modules(prefix=name)
         if (weight := projection._parameters.get("weight")) is not None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -269,6 +270,10 @@ def test_the_record_is_short(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
     one, two = ((tmp_path / each / "model.safetensors").read_bytes() for each in ("dense", "sparse"))
     assert one == two
+    # wrappers leave no trace
+    model.model.layers[1].mlp = checkpoint_wrapper(model.model.layers[1].mlp)
+    given(model, ("fatrelu", 0.5), ("fatrelu", 0.25)).save_pretrained(tmp_path / "wrapped")
+    assert [layer.threshold for layer in layers(load(tmp_path / "wrapped")).values()] == [0.5, 0.25]
     # of the stock class alone it goes
     again = type(dense).from_pretrained(tmp_path / "sparse")
     again.save_pretrained(tmp_path / "dense")
@@ -508,8 +513,6 @@ PAPER = {
     "auto_map": {"AutoModelForCausalLM": "theirs.Theirs"},
 }
 LLAMA_TYPE = {"model_type": "llama_sparse_relu", "architectures": ["Theirs"]}
-    {"model_type": f"{each}_sparse_relu", "architectures": ["Theirs"]} for each in ("llama", "qwen2")
-)
 UNGATED = PAPER | {"sparsity_gated_mlp": False}
 SQUARE = PAPER | {"sparsity_new_intermediate_size": K}
 LINEAR, ROWS = {"sparsity_down_layout": "linear"}, {"sparsity_down_layout": "rows"}

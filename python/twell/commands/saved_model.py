@@ -4,6 +4,7 @@ Shared by ``twell analyze`` and ``profiling.record``. Needs the extra ``hf``.
 """
 
 import argparse
+import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -101,45 +102,22 @@ def add_arguments(
     sequences by default.
     """
     longest = f"{_SEQUENCE}, or the model's limit if lower{shorter}"
-    add = parser.add_argument
+    add, own = parser.add_argument, {"tokens": tokens, "sequence": sequence, "batch": batch} if text else {}
     add(
-        "model",
-        type=Path,
-        metavar="MODEL",
-        help="folder of a causal model and its tokenizer, or owner/name on the Hub",
+        "model", type=Path, metavar="MODEL", help="folder of a causal model and its tokenizer, or owner/name on the Hub"
     )
-    add(
-        "--text",
-        type=Path,
-        nargs="+",
-        action="extend",
-        required=text,
-        metavar="PATH",
-        help="text files or folders; a fixed seed shuffles the files",
-    )
-    own = {"tokens": tokens, "sequence": sequence, "batch": batch} if text else {}
-    add(
-        "--tokens",
-        type=at_least(1),
-        metavar="N",
-        default=own.get("tokens"),
-        help=f"tokens of the text to run ({tokens})",
-    )
-    add(
-        "--sequence",
-        type=at_least(2),
-        metavar="S",
-        default=own.get("sequence"),
-        help=f"tokens of a sequence (default: {sequence or longest})",
-    )
-    add("--batch", type=at_least(1), metavar="B", default=own.get("batch"), help=f"sequences of a batch ({batch})")
+    shuffled = "text files or folders; a fixed seed shuffles the files"
+    add("--text", type=Path, nargs="+", action="extend", required=text, metavar="PATH", help=shuffled)
+    for name, metavar, lowest, said in (
+        ("tokens", "N", 1, f"tokens of the text to run ({tokens})"),
+        ("sequence", "S", 2, f"tokens of a sequence (default: {sequence or longest})"),
+        ("batch", "B", 1, f"sequences of a batch ({batch})"),
+    ):
+        add(f"--{name}", type=at_least(lowest), metavar=metavar, default=own.get(name), help=said)
     add("--device", help=DEVICE_HELP)
     add("--dtype", choices=DTYPES, default="auto", help="dtype of the model (default: that of its files)")
-    add(
-        "--activation",
-        choices=("relu", "relu2", "drelu"),
-        help="put it in place of another activation; FATReLU is relu until training has found its threshold",
-    )
+    instead = "put it in place of another activation; FATReLU is relu until training has found its threshold"
+    add("--activation", choices=("relu", "relu2", "drelu"), help=instead)
 
 
 def load(
@@ -162,15 +140,16 @@ def load(
     # before the slow part
     for path in arguments.text:
         _require_text(path)
-    # ImportError without transformers
-    from twell.integrations import experts as stacked
-    from twell.integrations import transformers as integration
+    try:
+        from transformers import AutoTokenizer
 
+        from twell.integrations import experts as stacked
+        from twell.integrations import transformers as integration
+    except ImportError as error:
+        raise ImportError(f"{error}. Reading models needs transformers: pip install 'twell[hf]'") from error
     with _reading(folder, "a configuration"):
         integration.read_configuration(folder, {"local_files_only": True})
     with _reading(folder, "a tokenizer"):
-        from transformers import AutoTokenizer
-
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with _reading(folder, "a model"):
         dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
@@ -299,17 +278,12 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int, many: int = 
     files = 0
     for path, within in _files(arguments.text):
         before = missing
-        for ids in _ids(path, tokenizer, within):
-            for token in ids:
-                if len(sequences[-1]) == length:
-                    sequences.append([])
-                if not sequences[-1] and bos not in (None, token) and missing > 1:
-                    sequences[-1].append(bos)
-                    missing -= 1
-                sequences[-1].append(token)
-                missing -= 1
-                if not missing:
-                    break
+        for token in itertools.chain.from_iterable(_ids(path, tokenizer, within)):
+            if len(sequences[-1]) == length:
+                sequences.append([])
+            first = [bos] if not sequences[-1] and bos not in (None, token) and missing > 1 else []
+            sequences[-1] += [*first, token]
+            missing -= 1 + len(first)
             if not missing:
                 break
         files += missing < before

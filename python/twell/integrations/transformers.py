@@ -445,6 +445,7 @@ def _reader_of(model_type: str, stock: Any) -> Any:
 _READERS = {_STOCK[name]: _reader_of(own, _STOCK[name]) for name, (own, _) in layouts.SPARSE.values()}
 for _reader in _READERS.values():
     AutoConfig.register(_reader.model_type, _reader, exist_ok=True)
+_record.watch()
 
 
 if not TYPE_CHECKING:
