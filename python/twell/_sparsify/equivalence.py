@@ -262,18 +262,15 @@ def _small(module: nn.Module, form: Form, model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     # deepcopy takes what is in its memo for a copy; the rest of the model is none of the module's business
     memo: dict[int, Any] = {id(t): torch.empty(0) for t in itertools.chain(model.parameters(), model.buffers())}
-    for owner in module.modules():
-        for key, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-            if tensor is not None:
-                memo[id(tensor)] = _stand_in(generator, tensor, key in owner._parameters, tuple(tensor.shape))
     linears: dict[str, Any] = {child: module.get_submodule(child) for child in form.children}
     k = linears[form.children[0]].in_features
     sizes = dict.fromkeys(form.inputs, (_NEURONS * (2 if form.fused else 1), k)) | {form.down: (k, _NEURONS)}
-    for child, linear in linears.items():
-        for tensor, shape in ((linear.weight, sizes[child]), (linear.bias, sizes[child][:1])):
+    for name, owner in module.named_modules():
+        for key, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
             if tensor is not None:
-                memo[id(tensor)] = made = _stand_in(generator, tensor, True, shape)
-                if child == form.children[0]:
+                shape = sizes.get(name, tensor.shape)[: tensor.dim()]
+                memo[id(tensor)] = made = _stand_in(generator, tensor, key in owner._parameters, tuple(shape))
+                if name == form.children[0]:
                     # gates of 0, whose up projection is another number
                     made.data[0 :: _NEURONS + 1] = 0
     copied = copy.deepcopy(module, memo)
@@ -307,19 +304,20 @@ def _input(setting: Setting, k: int) -> Tensor:
     return (x * scales.view(*setting.lead, 1)).to(setting.x_dtype or setting.dtype)
 
 
-def _state(module: nn.Module) -> dict[str, Any]:
-    """The parameters, the buffers, and what else the attributes of a module and of those within it hold, by name."""
-    found: dict[str, Any] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What the attributes of a module and of those within it hold, by name."""
+    found: dict[str, Any] = {}
     for name, inner in module.named_modules():
         for key, value in vars(inner).items():
             for place, leaf in enumerate(tree_leaves(value) if key not in _MACHINERY else ()):
                 if isinstance(leaf, (Tensor, int, float, str)):
-                    found[f"{'.'.join(filter(None, ('self', name, key)))}{f', place {place}' * (place > 0)}"] = leaf
-    return {key: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for key, leaf in found.items()}
+                    at = ".".join(filter(None, ("self", name, key))) + f", place {place}" * (place > 0)
+                    found[at] = leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    return found
 
 
 def _results(module: Any, x: Tensor, setting: Setting, seed: int) -> dict[str, Any]:
-    before, leaves = _state(module), {"x": x.clone(), **dict(module.named_parameters())}
+    before, leaves = _attributes(module), {"x": x.clone(), **dict(module.named_parameters())}
     for leaf in leaves.values():
         leaf.requires_grad_(setting.grad and leaf.is_floating_point())
     # torch.manual_seed would seed the generators of GPUs, too
@@ -329,7 +327,7 @@ def _results(module: Any, x: Tensor, setting: Setting, seed: int) -> dict[str, A
     with torch.set_grad_enabled(setting.grad), torch.autocast("cpu", _BF16, enabled=setting.autocast):
         outputs = module(leaves["x"].view(x.shape))
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-    results: dict[str, Any] = {"the type of its output": type(outputs).__name__, "x": leaves["x"].detach().clone()}
+    results: dict[str, Any] = {"the type of its output": type(outputs).__name__}
     results |= {f"output {place}" if tensors[0] is not outputs else "y": leaf for place, leaf in enumerate(tensors)}
     roots = [leaf for leaf in tensors if leaf.requires_grad]
     if setting.grad and roots:
@@ -338,8 +336,8 @@ def _results(module: Any, x: Tensor, setting: Setting, seed: int) -> dict[str, A
         inputs = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         grads = torch.autograd.grad(roots, list(inputs.values()), ups, allow_unused=True)
         results |= {f"the gradient of {name}": grad for name, grad in zip(inputs, grads)}
-    after, kept = _state(module), {*leaves, *dict(module.named_buffers())}
-    return results | {key: leaf for key, leaf in after.items() if key in kept or _off(before.get(key), leaf)}
+    set_here = {name: leaf for name, leaf in _attributes(module).items() if _off(before.get(name), leaf)}
+    return results | leaves | dict(module.named_buffers()) | set_here
 
 
 def _kind(value: Any) -> str:
