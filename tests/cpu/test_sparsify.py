@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ffns import BF16, EACH, FORMS, Block, Gated, K, N, Plain, Told, model, take, tokens
+from ffns import BF16, EACH, FORMS, Block, Gated, K, N, Plain, model, take, tokens
 from torch import nn
 
 import twell
-from twell._sparsify import DeferredUp, SparseDown, layers, sparsify_
+from twell._sparsify import DeferredUp, SparseDown, layers
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 
 # the forms that make different classes of layers
@@ -173,19 +173,6 @@ def test_other_activations(form: Any, name: str, caplog: pytest.LogCaptureFixtur
     assert f"ReLU replaces {name}; layers that need training before use: 1" in caplog.text
     with torch.no_grad():
         torch.testing.assert_close(m(tokens()), relu(tokens()))
-
-
-def test_names_in_another_order_are_told_the_right_one() -> None:
-    right = r'pass names=\("gate_proj", "up_proj", "down_proj"\)'
-    for given, got in (
-        (("up_proj", "gate_proj", "down_proj"), "its activation is on gate_proj, not on up_proj"),
-        (("down_proj", "up_proj", "gate_proj"), "its activation is on gate_proj, not on down_proj"),
-        (("gate_proj", "down_proj", "up_proj"), "its last projection is down_proj, not up_proj"),
-    ):
-        with pytest.raises(ValueError, match=f"{got}: {right}"):
-            sparsify_(nn.Sequential(Gated(n=K)), names=given)
-    with pytest.raises(ValueError, match=r'its activation is on a, not on b: pass names=\("a", "b"\)'):
-        sparsify_(nn.Sequential(Told()), names=("b", "a"))
 
 
 @pytest.mark.parametrize(

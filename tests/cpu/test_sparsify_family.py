@@ -4,11 +4,12 @@ import copy
 import logging
 import re
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ffns import Adapter, Fused, Gated, K, Meta, N, Squared, Told, Wi, encoder_layer, model, take, tokens
+from ffns import Adapter, Fused, Gated, K, Meta, N, Squared, Told, Wi, encoder_layer, model, take, tokens, written
 from recipe_models import gate_l1
 from torch import Tensor, nn
 
@@ -175,34 +176,28 @@ def test_told_names_are_of_any_form(form: Any, layer: str) -> None:
     torch.testing.assert_close(m(tokens()), expected)
 
 
-class UpIsGate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(N, K)
+UP_IS_GATE = """
+def forward(self, x):
+    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+"""
+RIGHT = r'pass names=\("gate_proj", "up_proj", "down_proj"\)'
+ORDERS: list[tuple[Callable[[], nn.Module], tuple[str, ...], str]] = [
+    (Gated, ("up_proj", "gate_proj", "down_proj"), f"its activation is on gate_proj, not on up_proj: {RIGHT}"),
+    (Gated, ("down_proj", "up_proj", "gate_proj"), f"its activation is on gate_proj, not on down_proj: {RIGHT}"),
+    (Gated, ("gate_proj", "down_proj", "up_proj"), f"its last projection is down_proj, not up_proj: {RIGHT}"),
+    (lambda: Told(), ("b", "a"), r'its activation is on a, not on b: pass names=\("a", "b"\)'),
+    (
+        lambda: written(UP_IS_GATE, Gated, {})(),
+        ("up_proj", "gate_proj", "down_proj"),
+        "up_proj must be the up_proj .* is its gate_proj: rename",
+    ),
+]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(torch.relu(self.up_proj(x)) * self.gate_proj(x))
 
-
-class Bottleneck(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down_proj, self.up_proj = nn.Linear(K, K), nn.Linear(K, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up_proj(torch.relu(self.down_proj(x)))
-
-
-@pytest.mark.parametrize(
-    ("form", "names", "why"),
-    [
-        (UpIsGate, ("up_proj", "gate_proj", "down_proj"), "up_proj must be the up_proj .* is its gate_proj"),
-        (Bottleneck, ("down_proj", "up_proj"), "down_proj must be the down_proj .* is its up_proj"),
-    ],
-)
-def test_a_name_of_another_role_is_refused(form: Any, names: Any, why: str) -> None:
+@pytest.mark.parametrize(("form", "names", "why"), ORDERS)
+def test_an_order_of_names_is_told_the_right_one(form: Any, names: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        sparsify_(nn.Sequential(form()), names=names)
+        sparsify_(nn.Sequential(form(n=K) if form is Gated else form()), names=names)
 
 
 def test_names_are_told_and_checked(caplog: pytest.LogCaptureFixture) -> None:

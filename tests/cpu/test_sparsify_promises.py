@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ffns import NAMES, Block, Gated, K, Literal, N, Plain, pickled, take, tokens
+from ffns import NAMES, Block, Gated, K, Literal, N, Pair, Plain, pickled, take, tokens
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
 from twell._sparsify import SparseDown, known, layers, sparsify_
@@ -97,6 +98,27 @@ def test_trials_leave_the_state_of_a_block_alone() -> None:
             results.append(each(tokens()))
         torch.testing.assert_close(*results)
     assert not any(p.is_meta for p in m.parameters())
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that operators return."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.device.type == "cpu":
+            self.numbers = max(self.numbers, made.numel())
+        return made
+
+
+@pytest.mark.parametrize("form", [Gated, lambda **sizes: Pair(nn.SiLU(), **sizes)])
+def test_trials_need_no_memory_for_the_neurons_of_a_layer(form: Any) -> None:
+    with torch.device("meta"):
+        m = nn.ModuleList(form(k=64, n=65536) for _ in range(2))
+    with Largest() as largest:  # type: ignore[no-untyped-call]
+        take(m, activation="relu")
+    assert 64 * 256 < largest.numbers < 64 * 1024
 
 
 class Walking(nn.Module):
