@@ -7,7 +7,9 @@ not "cannot fire": nothing is removed unless asked for, and all of it can be put
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +25,6 @@ from twell._activation import activation_of
 from twell._down_layout import unlisted
 from twell._plain import cast
 from twell._runtime import geometry
-from twell._sparsify.modules import FusedGatedMLP, SparseDown
 from twell.choose.plan import PACKED_DTYPES
 from twell.nn import SparseGatedMLP, SparseMLP
 
@@ -75,20 +76,8 @@ class Firing:
         return f"Firing({int(self.alive().sum()):,} of {len(self.counts):,} neurons in {self.tokens:,} tokens)"
 
 
-class FiringCounts(Mapping[str, Firing]):
+class FiringCounts(dict[str, Firing]):
     """``Firing`` of each twell layer of a model, by the layer's name in ``named_modules``; "" is the model itself."""
-
-    def __init__(self, layers: Mapping[str, Firing]) -> None:
-        self._layers = dict(layers)
-
-    def __getitem__(self, name: str) -> Firing:
-        return self._layers[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
 
     def __add__(self, other: FiringCounts) -> FiringCounts:
         """The evidence of both, which must be of the same layers; on the devices of the first."""
@@ -321,23 +310,12 @@ class Compaction(nn.Module):
         if self.removed is not None:
             destination[prefix + "removed"] = self.removed
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        key = prefix + "removed"
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *how: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *how)
+        key, (*_, unexpected, _) = prefix + "removed", how
         if key in state_dict:
-            if key in unexpected_keys:
-                unexpected_keys.remove(key)
+            if key in unexpected:
+                unexpected.remove(key)
             removed = state_dict[key].detach()
             self.removed = removed if removed.is_meta else removed.to("cpu", copy=True)
         elif prefix + "kept" in state_dict:
@@ -359,19 +337,19 @@ def compact(
     comes from data and holds for that data alone.
 
     Args:
-        module: a SparseGatedMLP, a SparseMLP, or any model with such layers, pairs of ``sparsify_`` among them. A gate
-            and an up projection in one tensor raise NotImplementedError.
+        module: a SparseGatedMLP, a SparseMLP, or any model with such layers, whatever ``sparsify_`` makes among them.
+            A gate that the model's own code makes raises NotImplementedError.
         alive: for a layer its ``Firing``, or bool [N] that is true for neurons to keep, on any device. For a model a
             mapping from names of layers, as in ``named_modules``, to these, as ``count_firing`` gives it; layers that
             it does not name stay as they are.
         minimum: with ``Firing``, how often a neuron must have fired to be alive.
         keep_removed: keep the removed rows on the CPU, for ``restore``, and in the state dict, which then is as large
             as before. Otherwise they are gone.
-        inplace: for a model, put the compacted layers into ``module`` itself and return it. Otherwise return a copy and
-            leave ``module`` as it is.
+        inplace: change the layers of ``module`` itself and return it. Otherwise return a copy and leave ``module`` as
+            it is.
 
-    A compacted layer is a copy of the old one except for N: class, ``strategy``, hooks and all else are kept. Its
-    neurons keep their order. Its parameters are new, on the same device and with the same ``requires_grad``; gradients,
+    A compacted layer stays what it was except for N: class, ``strategy``, hooks and all else are kept. Its neurons keep
+    their order. Their parameters are new, on the same device and with the same ``requires_grad``; gradients,
     ``main_grad`` and the state of an optimizer do not follow, so make the optimizer afterwards. Parameters that other
     modules share are no longer shared.
 
@@ -388,25 +366,25 @@ def compact(
     """
     masks, reports = _plan(module, alive, minimum)
 
-    def make(mlp: MLP, name: str) -> MLP:
-        return _compacted(mlp, masks[name], keep_removed)
+    def made(mlp: MLP, name: str) -> tuple[list[Tensor], Compaction]:
+        return _left(mlp, masks[name], keep_removed)
 
-    return _replace_layers("compact", module, list(masks), make, inplace), CompactionReport(tuple(reports))
+    return _resized(module, list(masks), made, inplace), CompactionReport(tuple(reports))
 
 
 def restore(module: Module, *, inplace: bool = False) -> Module:
     """Undo ``compact``: return ``module``, a compacted layer or a model with some, with all its original neurons.
 
     Removed neurons come back bitwise, unless the module was cast since; kept neurons stay as they are now, trained or
-    not. Parameters are new, and ``inplace`` is as in ``compact``. Raises ValueError if nothing was compacted or the
-    removed rows were dropped.
+    not. Parameters of neurons are new, and ``inplace`` is as in ``compact``. Raises ValueError if nothing was compacted
+    or the removed rows were dropped.
     """
     compacted = [names[0] for mlp, names in _layers(module).items() if _compaction(mlp) is not None]
     if not compacted:
         raise ValueError(f"restore: module must be or have layers that compact has made, got {_kind(module)}")
     for name in compacted:
         _require_removed(module.get_submodule(name), name)
-    return _replace_layers("restore", module, compacted, _restored, inplace)
+    return _resized(module, compacted, lambda mlp, _: (_all(mlp), None), inplace)
 
 
 def _layers(module: nn.Module) -> dict[MLP, list[str]]:
@@ -457,11 +435,6 @@ def _plan(module: nn.Module, alive: object, minimum: int) -> tuple[dict[str, Ten
         if len(given) > 1:
             raise ValueError(f"compact: alive must name a layer once, got {given[0]!r} and {given[1]!r}")
         if given:
-            if isinstance(mlp, FusedGatedMLP):
-                raise NotImplementedError(
-                    f"compact: {given[0] or 'module'} must have a weight for each projection, got a gate and an up "
-                    "projection in one tensor"
-                )
             if mlp._given:
                 raise NotImplementedError(
                     f"compact: {given[0] or 'module'} must make its gate itself, got one whose gate the model's own "
@@ -509,67 +482,65 @@ def _choose(mlp: MLP, name: str, evidence: object, minimum: int) -> tuple[Tensor
     fill = min(-living % _STEP, n - living)
     order = counts.long().masked_fill(kept, -1).sort(descending=True, stable=True).indices
     kept[order[:fill]] = True
-    parameters = _neurons(mlp, name)
-    bytes_saved = (n - living - fill) * sum(rows.shape[1] * rows.element_size() for rows in parameters.values())
+    bytes_saved = (n - living - fill) * sum(rows.shape[1] * rows.element_size() for *_, rows in _neurons(mlp, name))
     return kept, LayerCompaction(name, n, living, living + fill, bytes_saved, words, tokens)
 
 
-def _neurons(mlp: MLP, name: str = "") -> dict[str, Tensor]:
-    """Check and return the parameters with a row per neuron, as weights [N, K] or biases [N, 1]."""
-    rows: dict[str, Tensor] = {}
-    for projection, linear in _projections(mlp).items():
+def _neurons(mlp: Any, name: str = "") -> list[tuple[nn.Linear, str, Tensor]]:
+    """Check and return the parameters with a row for each neuron: the projection, "weight" or "bias", the rows [N, C].
+
+    C of a projection is K, and of a gate and an up projection in one 2 K.
+    """
+    found = []
+    for child in mlp._projections:
+        linear, is_down = getattr(mlp, child), child == mlp._projections[-1]
         own = dict(linear.named_parameters())
+        where = f"{name}.{child}".strip(".")
         if not isinstance(linear, nn.Linear) or own.keys() - {"bias"} != {"weight"}:
             raise TypeError(
-                f"{f'{name}.' if name else ''}{projection} must be an nn.Linear with parameters weight and bias alone, "
-                f"got {_kind(linear)} with {sorted(own)}"
+                f"{where} must be an nn.Linear with parameters weight and bias alone, got {_kind(linear)} with "
+                f"{sorted(own)}"
             )
         if any(hasattr(parameter, "full_tensor") for parameter in own.values()):
             raise TypeError(
-                f"{f'{name}.' if name else ''}{projection} must have plain parameters, got DTensors: compact and "
-                "restore before the model is sharded"
+                f"{where} must have plain parameters, got DTensors: compact and restore before the model is sharded"
             )
-        rows[f"{projection}.weight"] = own["weight"].t() if projection == "down_proj" else own["weight"]
-        if projection != "down_proj" and "bias" in own:
-            rows[f"{projection}.bias"] = own["bias"][:, None]
-    return rows
+        for key, parameter in own.items():
+            if not is_down:
+                rows = parameter.view(-1, mlp.intermediate, *parameter.shape[1:]).transpose(0, 1).flatten(1)
+                found.append((linear, key, rows))
+            elif key == "weight":
+                found.append((linear, key, parameter.t()))
+    return found
 
 
-def _projections(mlp: MLP) -> dict[str, nn.Linear]:
-    """The projections by role: in a model of other names, and in pairs, the children have others."""
-    roles = ("gate_proj", "up_proj", "down_proj") if isinstance(mlp, SparseGatedMLP) else ("up_proj", "down_proj")
-    return {role: getattr(mlp, role) for role in roles}
-
-
-def _resized(mlp: MLP, rows: Mapping[str, Tensor], compaction: Compaction | None) -> MLP:
-    """A copy of ``mlp`` with other neurons: ``rows`` are contiguous, with the names and widths of ``_neurons``."""
-    parameters = {f"{role}.{n}": p for role, linear in _projections(mlp).items() for n, p in linear._parameters.items()}
-    # deepcopy takes these instead of copies
-    memo: dict[int, Any] = {id(_compaction(mlp)): None}
-    n = 0
-    for name, new in rows.items():
-        old: Any = parameters[name]
-        n = new.shape[0]
-        if name == "down_proj.weight":
+def _put(mlp: Any, rows: list[Tensor], compaction: Compaction | None) -> None:
+    """Give a layer other neurons: ``rows`` are contiguous, in the order and of the widths of ``_neurons``."""
+    mlp._laid.put_back()
+    # of weights that are one parameter, too
+    made: dict[int, nn.Parameter] = {}
+    down, n = getattr(mlp, mlp._projections[-1]), len(rows[0])
+    for (linear, key, _), new in zip(_neurons(mlp), rows):
+        old: Any = linear._parameters[key]
+        if linear is down:
             data = new.t() if mlp.down_layout == "rows" else new.t().contiguous()
+            linear.in_features = n
         else:
-            data = new.view(n, *old.shape[1:])
-        memo[id(old)] = nn.Parameter(data, old.requires_grad)
-    resized: MLP = copy.deepcopy(mlp, memo)
-    resized.intermediate = resized.down_proj.in_features = n
-    for projection in {name.partition(".")[0] for name in rows} - {"down_proj"}:
-        getattr(resized, projection).out_features = n
-    resized._modules.pop("compaction", None)
+            parts = len(old) // mlp.intermediate
+            data = new.view(n, parts, -1).transpose(0, 1).reshape(parts * n, *old.shape[1:])
+            linear.out_features = parts * n
+        linear._parameters[key] = made.setdefault(id(old), nn.Parameter(data, old.requires_grad))
+    mlp.intermediate = n
+    mlp._modules.pop("compaction", None)
     if compaction is not None:
-        resized.compaction = compaction.train(mlp.training)
-    return resized
+        mlp.compaction = compaction.train(mlp.training)
 
 
-def _compacted(mlp: MLP, kept: Tensor, keep_removed: bool) -> MLP:
-    before = _compaction(mlp)
+def _left(mlp: MLP, kept: Tensor, keep_removed: bool) -> tuple[list[Tensor], Compaction]:
+    """The rows of the neurons that are kept, and the record of a layer of these."""
+    before, rows = _compaction(mlp), [rows for *_, rows in _neurons(mlp)]
     left, gone = kept.nonzero().flatten(), (~kept).nonzero().flatten()
-    rows = _neurons(mlp)
-    removed = _side_by_side([t.index_select(0, gone.to(t.device)) for t in rows.values()]) if keep_removed else None
+    removed = _side_by_side([t.index_select(0, gone.to(t.device)) for t in rows]) if keep_removed else None
     if before is not None:
         # as indices of the original neurons
         neurons = before.neurons.cpu()
@@ -583,29 +554,25 @@ def _compacted(mlp: MLP, kept: Tensor, keep_removed: bool) -> MLP:
         else:
             removed = None
         kept = original
-    device = gate_of(mlp).weight.device
-    compaction = Compaction(kept.to(device), removed)
-    return _resized(mlp, {name: t.index_select(0, left.to(t.device)) for name, t in rows.items()}, compaction)
+    compaction = Compaction(kept.to(rows[0].device), removed)
+    return [t.index_select(0, left.to(t.device)) for t in rows], compaction
 
 
 def _side_by_side(rows: list[Tensor]) -> Tensor:
     """Rows of several tensors side by side [R, C] on the CPU, in a dtype that holds all values."""
-    dtype = rows[0].dtype
-    for t in rows[1:]:
-        dtype = torch.promote_types(dtype, t.dtype)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in rows))
     return torch.cat([t if t.is_meta else t.cpu() for t in (t.to(dtype) for t in rows)], 1)
 
 
 def _require_removed(mlp: Any, name: str) -> None:
-    compaction, rows = _compaction(mlp), _neurons(mlp, name)
-    assert compaction is not None
+    compaction, rows = mlp.compaction, _neurons(mlp, name)
     what = f"restore: {name or 'module'}"
     if compaction.removed is None:
         raise ValueError(f"{what} must hold the removed rows, got none: it was compacted or loaded without them")
     if compaction.kept.is_meta:
         raise ValueError(f"{what} must know which neurons were kept, got a mask on meta")
     left, n = int(compaction.kept.sum()), compaction.kept.numel()
-    expected = [n - left, sum(t.shape[1] for t in rows.values())]
+    expected = [n - left, sum(t.shape[1] for *_, t in rows)]
     if left != mlp.intermediate or list(compaction.removed.shape) != expected:
         raise ValueError(
             f"{what} must have {left} neurons and {expected} of removed ones, as its mask says, "
@@ -613,46 +580,33 @@ def _require_removed(mlp: Any, name: str) -> None:
         )
 
 
-def _restored(mlp: MLP, name: str) -> MLP:
-    compaction, rows = _compaction(mlp), _neurons(mlp, name)
-    assert compaction is not None
-    assert compaction.removed is not None
-    kept = compaction.kept.cpu()
-    removed = torch.split(compaction.removed, [t.shape[1] for t in rows.values()], 1)
-    full = {}
-    for (name, t), gone in zip(rows.items(), removed):
+def _all(mlp: Any) -> list[Tensor]:
+    """The rows of all neurons, those that were removed among them."""
+    kept, rows = mlp.compaction.kept, [rows for *_, rows in _neurons(mlp)]
+    full = [t.new_empty(kept.numel(), t.shape[1]) for t in rows]
+    for whole, t, gone in zip(full, rows, mlp.compaction.removed.split([t.shape[1] for t in rows], 1)):
         mask = kept.to(t.device)
-        full[name] = t.new_empty(kept.numel(), t.shape[1])
-        full[name][mask], full[name][~mask] = t, gone.to(t)
-    return _resized(mlp, full, None)
+        whole[mask], whole[~mask] = t, gone.to(t)
+    return full
 
 
-def _replace_layers(
-    caller: str, module: Module, names: list[str], make: Callable[[Any, str], MLP], inplace: bool
-) -> Module:
-    """Replace each layer of these names by ``make(layer, name)``, in ``module`` itself or in a copy."""
-    if inplace and "" in names:
-        raise ValueError(f"{caller}: inplace must be False for a layer itself, got True: only the returned one is new")
+def _resized(module: Module, names: list[str], made: Callable[[Any, str], tuple[Any, Any]], inplace: bool) -> Module:
+    """Give the layers of these names the rows and the record that ``made(layer, name)`` returns, perhaps in a copy."""
     # these become the parameters of modules that may be trained
     with torch.inference_mode(False), torch.no_grad():
+        to = module
         if not inplace:
-            layers = {name: module.get_submodule(name) for name in names}
-            made = {name: make(layer, name) for name, layer in layers.items()}
-            pairs = {name for name, layer in layers.items() if isinstance(layer, SparseDown) and name}
-            copied = copy.deepcopy(module, {id(layers[name]): new for name, new in made.items() if name not in pairs})
-            for name in pairs:
-                copied.get_submodule(name).take(made[name])  # type: ignore[operator]
-            return copied
-        places = {all_names[0]: all_names for all_names in _layers(module).values()}
+            own = [
+                p
+                for name in names
+                for linear, key, _ in _neurons(module.get_submodule(name))
+                for p in [linear._parameters[key]]
+            ]
+            # the copy gets others, so that these need no copy, but where other modules have them, too
+            uses = collections.Counter(id(p) for m in module.modules() for p in m._parameters.values())
+            mine = collections.Counter(map(id, own))
+            to = copy.deepcopy(module, {id(p): p for p in own if uses[id(p)] == mine[id(p)]})
         for name in names:
-            # one at a time and without references to the old ones: their memory is free for the next
-            old = module.get_submodule(name)
-            new = make(old, name)
-            if isinstance(old, SparseDown):
-                # its block and its activation know it
-                old.take(new)
-                continue
-            del old
-            for place in places[name]:
-                module.set_submodule(place, new)
-    return module
+            # one at a time: the memory of the old ones is free for the next
+            _put(to.get_submodule(name), *made(module.get_submodule(name), name))
+    return to

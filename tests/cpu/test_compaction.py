@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from ffns import Meta
+from ffns import Fused, Meta, UpFirst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -164,29 +164,27 @@ def test_counts_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(layer.counts, fired(p.rows(0, 20)))
 
 
-def test_a_gate_that_rounds_to_zero_does_not_fire() -> None:
-    """2^-28 is below half of the smallest float16, and an ordinary bfloat16; NaN is a non-zero."""
-    for dtype, expected in ((FP16, 0), (BF16, 1)):
-        mlp = SparseMLP(8, 8, dtype=dtype)
-        nn.init.zeros_(mlp.up_proj.weight)
-        with torch.no_grad():
-            mlp.up_proj.weight[:2, 0] = torch.tensor([2.0**-14, float("nan")])
-        x = torch.zeros(1, 8, dtype=dtype)
-        x[0, 0] = 2.0**-14
-        assert evidence(mlp, x).counts.tolist() == [expected, 1, 0, 0, 0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("strategy", ["row", "dense"])
-def test_autocast_decides_the_rounding(strategy: Any) -> None:
-    """In float32 the gate is 2^-9; in bfloat16 1 + 2^-9 is 1, and the gate 0."""
-    mlp = SparseMLP(8, 8, strategy=strategy)
+@pytest.mark.parametrize(
+    ("dtype", "strategy", "autocast", "weights", "x", "expected"),
+    [
+        # 2^-28 is below half of the smallest float16, and an ordinary bfloat16
+        (FP16, "row", False, [2.0**-14], [2.0**-14], 0),
+        (BF16, "row", False, [2.0**-14], [2.0**-14], 1),
+        (BF16, "row", False, [float("nan")], [1.0], 1),
+        # in float32 the gate is 2^-9; in bfloat16 1 + 2^-9 is 1, and the gate 0
+        *((torch.float32, s, a, [1 + 2.0**-9, -1.0], [1.0, 1.0], int(not a)) for s in ("row", "dense") for a in (0, 1)),
+    ],
+)
+def test_rounding_decides_what_fires(
+    dtype: torch.dtype, strategy: Any, autocast: bool, weights: list[float], x: list[float], expected: int
+) -> None:
+    mlp, given = SparseMLP(8, 8, dtype=dtype, strategy=strategy), torch.zeros(1, 8, dtype=dtype)
     nn.init.zeros_(mlp.up_proj.weight)
     with torch.no_grad():
-        mlp.up_proj.weight[0, :2] = torch.tensor([1 + 2.0**-9, -1.0])
-    x = torch.ones(3, 8)
-    assert evidence(mlp, x).counts[0] == 3
-    with torch.autocast("cpu", BF16):
-        assert evidence(mlp, x).counts[0] == 0
+        mlp.up_proj.weight[0, : len(weights)] = torch.tensor(weights)
+    given[0, : len(x)] = torch.tensor(x)
+    with torch.autocast("cpu", BF16, enabled=bool(autocast)):
+        assert evidence(mlp, given).counts.tolist() == [expected, *[0] * 7]
 
 
 def test_the_operator_that_counts_keeps_the_contract_of_operators() -> None:
@@ -328,31 +326,6 @@ def test_same_bits_where_no_removed_neuron_fires(gated: bool, biases: str, dtype
     assert report.layers[0].tokens is None
 
 
-@GATED
-def test_gradients_are_those_of_the_kept_neurons(gated: bool) -> None:
-    p = problem("gate up down" if gated else "")
-    mlp = layer_of(p, gated)
-    compacted, _ = twell.compact(mlp, evidence(mlp, p.x))
-    kept, upstream, inputs = kept_of(compacted), testing.integer_upstream(p), []
-    for layer in (mlp, compacted):
-        inputs.append(p.x.clone().requires_grad_())
-        layer(inputs[-1]).backward(upstream)
-    assert torch.equal(inputs[0].grad, inputs[1].grad)
-    for name, parameter in compacted.named_parameters():
-        full = mlp.get_parameter(name).grad
-        assert parameter.is_leaf
-        assert full is not None
-        if name == "down_proj.bias":
-            expected = full
-        else:
-            expected = full[:, kept] if name == "down_proj.weight" else full[kept]
-            gone = full[:, ~kept] if name == "down_proj.weight" else full[~kept]
-            assert not gone.any()
-        assert torch.equal(parameter.grad, expected), name
-    torch.optim.SGD(compacted.parameters(), 0.1).step()
-    assert is_laid_out(compacted)
-
-
 def test_what_a_compacted_layer_has() -> None:
     """Rows in order, flags of gradients, tied weights, layouts, dtypes, hooks, and the class with its attributes."""
 
@@ -446,44 +419,76 @@ def test_the_report_has_sizes_and_bytes_before_and_after() -> None:
 # Models
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # more than a layer, so that the block stays
+        return x + self.fc2(self.act(self.fc1(x)))
+
+
+def of(kind: type[nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: twell.sparsify_(
+        nn.Sequential(kind(), nn.Identity(), kind()),
+        names=[("fc1", "fc2"), ("w1", "w3", "w2"), ("gate_up_proj", "down_proj")],
+    )
+
+
 @pytest.mark.parametrize("inplace", [False, True])
-def test_compacts_a_model(inplace: bool) -> None:
-    model, x = Residual(), problem().x
-    names = list(model.state_dict())
-    before, expected, original = copy.deepcopy(model), model(x), model.blocks[0]
+@pytest.mark.parametrize("make", [Residual, of(Pair), of(Meta), of(Fused), of(UpFirst)])
+def test_models_are_compacted_as_they_were_counted(make: Callable[[], nn.Module], inplace: bool) -> None:
+    torch.manual_seed(0)
+    model, x = make(), torch.randint(-1, 2, (3, K)).float()
+    if isinstance(model, Residual):
+        x = problem().x
+    keys, original, layers = list(model.state_dict()), copy.deepcopy(model), list(model.modules())
     with twell.count_firing(model) as firing:
-        model(x)
+        y = model(x)
     compacted, report = twell.compact(model, called(firing), inplace=inplace)
     assert (compacted is model) == inplace
-    assert [layer.name for layer in report.layers] == ["blocks.0", "blocks.1"]
-    assert compacted.blocks[0] is compacted.blocks[2]
-    assert compacted.blocks[0].intermediate == report.layers[0].kept < N
-    assert compacted.idle.intermediate == 16
-    assert not hasattr(compacted.idle, "compaction")
-    testing.assert_same(compacted(x), expected)
+    assert [layer.name for layer in report.layers] == list(called(firing))
+    assert report.kept < report.neurons
+    before, after = (sum(p.numel() * p.element_size() for p in m.parameters()) for m in (original, compacted))
+    assert before - after == report.bytes_saved > 0
+    torch.testing.assert_close(compacted(x), y)
+    # gradients of what is not a neuron's, and of x, are those of the whole
+    grads = []
+    for m in (original, compacted):
+        given = x.clone().requires_grad_()
+        m(given).float().square().sum().backward()
+        grads.append([given.grad, *(p.grad for n, p in m.named_parameters() if n.endswith("embed.weight"))])
+    torch.testing.assert_close(*grads)
     if not inplace:
-        assert compacted.first[0] is compacted.blocks[0]
-        assert model.blocks[0] is original
-        assert compacted.embed.weight is not model.embed.weight
-        same_parameters(model, before)
-        assert list(model.state_dict()) == names
+        assert list(model.state_dict()) == keys
+        assert all(map(torch.equal, model.parameters(), original.parameters()))
+        assert not {*model.modules()} & {*compacted.modules()}
+        assert not {*model.parameters()} & {*compacted.parameters()}
+    assert list(model.modules())[: len(layers) * (not inplace)] == layers * (not inplace)
+    if isinstance(compacted, Residual):
+        assert compacted.first[0] is compacted.blocks[0] is compacted.blocks[2]
+        assert (compacted.idle.intermediate, hasattr(compacted.idle, "compaction")) == (16, False)
+    # a fresh model of the masks takes the state
+    other, _ = twell.compact(original, {name: compacted.get_submodule(name).compaction.kept for name in called(firing)})
+    assert other.load_state_dict(compacted.state_dict()) == ([], [])
     restored = twell.restore(compacted, inplace=inplace)
     assert (restored is compacted) == inplace
-    assert restored.blocks[0] is restored.blocks[2]
-    same_parameters(restored, before)
-    assert list(restored.state_dict()) == names
-    testing.assert_same(restored(x), expected)
+    assert list(restored.state_dict()) == keys
+    same_parameters(restored, original)
+    torch.testing.assert_close(restored(x), y)
 
 
 def test_in_place_frees_what_it_replaces() -> None:
     model = nn.Sequential(*(layer_of(problem(), True) for _ in range(3)))
     evidence(model[1], problem().x)
-    gone = [weakref.ref(parameter) for parameter in model.parameters()]
+    # the down bias is no neuron's, and stays
+    gone = [weakref.ref(parameter) for name, parameter in model.named_parameters() if "down_proj.bias" not in name]
     gc.disable()
     try:
         twell.compact(model, dict.fromkeys("012", half()), inplace=True)
         assert not any(parameter() is not None for parameter in gone)
-        gone = [weakref.ref(parameter) for parameter in model.parameters()]
+        gone = [weakref.ref(layer.gate_proj.weight) for layer in model]
         twell.restore(model, inplace=True)
         assert not any(parameter() is not None for parameter in gone)
     finally:
@@ -506,29 +511,15 @@ def test_names_of_a_shared_layer() -> None:
 # Undoing
 
 
-def test_trained_neurons_return_to_their_places() -> None:
-    p = problem()
-    mlp = layer_of(p, True)
-    compacted, _ = twell.compact(mlp, half())
-    with torch.no_grad():
-        for parameter in compacted.parameters():
-            parameter.add_(1)
-    restored = twell.restore(compacted)
-    for name, parameter in mlp.named_parameters():
-        rows = restored.get_parameter(name)
-        if name == "down_proj.bias":
-            assert torch.equal(rows, parameter + 1)
-            continue
-        rows, old = (rows.t(), parameter.t()) if name == "down_proj.weight" else (rows, parameter)
-        assert torch.equal(rows[half()], old[half()] + 1)
-        assert torch.equal(rows[~half()], old[~half()])
-
-
 @pytest.mark.parametrize("keep_removed", [True, False])
 def test_compacted_twice(keep_removed: bool) -> None:
     p = problem()
     mlp = layer_of(p, True)
     once, _ = twell.compact(mlp, half(), keep_removed=keep_removed)
+    with torch.no_grad():
+        # trained meanwhile
+        mlp.gate_proj.weight[half()] += 1
+        once.gate_proj.weight += 1
     again = torch.zeros(264, dtype=torch.bool)
     again[1::3] = True
     twice, report = twell.compact(once, again)
@@ -615,42 +606,3 @@ def test_removed_rows_are_no_buffer_and_follow_the_dtype() -> None:
     assert wide.compaction.removed.dtype == torch.float64
     assert wide.compaction.kept.dtype == torch.bool
     assert copy.deepcopy(compacted).to("meta").compaction.removed.is_meta
-
-
-# Refusals
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # more than a layer, so that the block stays
-        return x + self.fc2(self.act(self.fc1(x)))
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("kind", [Pair, Meta])
-def test_whatever_sparsify_makes_is_compacted_as_it_was_counted(kind: type[nn.Module], inplace: bool) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(kind(), nn.Identity(), kind()), torch.randn(3, K)
-    twell.sparsify_(model, names=[("fc1", "fc2"), ("w1", "w3", "w2")])
-    assert isinstance(model[0], Pair) == (kind is Pair)
-    keys, original = list(model.state_dict()), copy.deepcopy(model)
-    with twell.count_firing(model) as firing, torch.no_grad():
-        y = model(x)
-    compacted, report = twell.compact(model, firing, inplace=inplace)
-    assert (compacted is model) == inplace
-    assert report.kept < 2 * N
-    with torch.no_grad():
-        torch.testing.assert_close(compacted(x), y)
-    assert sum(p.numel() for p in compacted.parameters()) < sum(p.numel() for p in original.parameters())
-    other, _ = twell.compact(original, dict(firing))
-    other.load_state_dict(compacted.state_dict())
-    compacted(x).sum().backward()
-    restored = twell.restore(compacted, inplace=inplace)
-    assert list(restored.state_dict()) == keys
-    assert all(map(torch.equal, restored.parameters(), original.parameters()))
-    with torch.no_grad():
-        assert torch.equal(restored(x), y)

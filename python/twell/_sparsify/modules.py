@@ -294,15 +294,6 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):  # type: ignore[override]
     def _readings(self) -> list[Projection | str]:
         return ["of a twell pair has hooks, or weights that are not plain nn.Parameters"] * 2
 
-    def take(self, other: Any) -> None:
-        """Take the parameters, sizes and record of ``other``, a copy of this pair with other neurons."""
-        for mine, theirs in ((self.up_proj, other.up_proj), (self, other)):
-            mine._parameters.update(theirs._parameters)
-            mine.in_features, mine.out_features = theirs.in_features, theirs.out_features
-        self.intermediate = other.intermediate
-        self._modules.pop("compaction", None)
-        self._modules.update(other._modules)
-
     def _project(self, name: str, x: Tensor) -> Any:
         # the layer's own product, as if it were no part of a pair
         of: Any = self if name == "down_proj" else self.up_proj
