@@ -484,13 +484,11 @@ class GivenGatedMLP(SparseGatedMLP):
 
 
 def made_by(module: nn.Module, steps: tuple[str, ...], gate: Tensor) -> Any:
-    """The gate that children and methods of a module make of its projection; a trial raises ValueError below 0."""
-    kind = vars(module).get("_was")
+    """The gate that children and methods of a module make of its projection."""
+    kind = vars(module).get("_was", type(module))
     for step in steps:
         child = module._modules.get(step)
-        gate = child(gate) if child is not None else getattr(kind or type(module), step)(module, gate)
-    if kind is None and bool((gate < 0).any()):
-        raise ValueError("a gate below 0")
+        gate = child(gate) if child is not None else getattr(kind, step)(module, gate)
     return gate
 
 
