@@ -11,7 +11,7 @@ import pytest
 import torch
 from ffns import Adapter, Fused, Gated, K, Meta, N, Squared, Told, Wi, encoder_layer, model, take, tokens, written
 from recipe_models import gate_l1
-from torch import Tensor, nn
+from torch import nn
 
 import twell
 from twell import recipe
@@ -147,33 +147,6 @@ def test_another_activation_is_replaced_on_request(target: Any, name: str, caplo
     assert f"before use: {2 if target == 'relu2' else 3}" in caplog.text
     with pytest.raises(ValueError, match='must have a gate for activation="drelu", got wi and wo'):
         take(nn.Sequential(Wi(nn.SiLU())), activation="drelu")
-
-
-class ToldBlock(Told):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(K)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.b(self.act(self.a(self.norm(x))))
-
-
-class ToldFused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.act = nn.Linear(K, 2 * N), nn.Linear(N, K), nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        up, gate = self.a(x).chunk(2, dim=-1)
-        return self.b(self.act(gate) * up)
-
-
-@pytest.mark.parametrize(("form", "layer"), [(Told, "0"), (ToldBlock, "0.b"), (ToldFused, "0")])
-def test_told_names_are_of_any_form(form: Any, layer: str) -> None:
-    m = nn.Sequential(form()).eval()
-    expected = m(tokens())
-    assert list(layers(sparsify_(m, names=[("q", "r", "s"), ("a", "b")]))) == [layer]
-    torch.testing.assert_close(m(tokens()), expected)
 
 
 UP_IS_GATE = """
