@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cpu import saved_models
-from twell.commands import analyze, cli, tune
-from twell.commands.demo import demo
+from twell.commands import analyze, cli, demo, tune
 
 ROWS = [
     (*line.partition(" -> ")[::2],)
@@ -34,7 +33,7 @@ EXAMPLES = ("train", "relufy", "sae", "nanochat")
 # words that the help has
 HELP = {
     "": "demo info analyze serve-check tune --version",
-    "demo": "--text --seconds --steps --seed --l1 --compression Ctrl-C",
+    "demo": "--text --seconds --steps --seed Ctrl-C",
     "info": "--json --verbose",
     "analyze": "MODEL --text --serve --json --plot --activation",
     "serve-check": "MODEL --text --nnz --ranks --save",

@@ -1,1 +1,0 @@
-"""`twell demo`: train a small model, run its layers sparse and dense, and compare."""
