@@ -355,6 +355,8 @@ class Bench:
         """Do the work; an error is a red row of ``base``."""
         try:
             work()
+        except RequestError:
+            raise
         except FAILURES as error:
             # out of memory, or the late fault of an earlier kernel
             self.add([{**base, "red": reason(error)}])

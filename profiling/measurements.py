@@ -98,7 +98,7 @@ ALL = (
         "decode",
         "layers on 1 to 32 tokens, by the share of neurons that fire",
         "few by share",
-        "python -m profiling.bench decode --out $OUT",
+        "python -m profiling.bench firing --out $OUT",
         25,
     ),
     _one(

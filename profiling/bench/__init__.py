@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from twell.commands.request import exit_status
 
 # The module of a bench by its first word; without one of these, of ``layers``.
-BENCHES = ("model", "moe", "float8", "sae", "decode", "host", "adapters", "portable")
+BENCHES = ("model", "moe", "float8", "sae", "firing", "host", "adapters", "portable")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -369,7 +369,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(plan.STRATEGIES)} (auto)",
     )
     add("--screen", action="store_true", help='also "union" with the int8 screen of the gate, as "auto" may run it')
-    add("--m-decode", nargs="+", type=counts, metavar="M", help=f"tokens of decode ({','.join(map(str, FEW))})")
+    add(
+        "--m-decode",
+        nargs="+",
+        type=counts,
+        metavar="M",
+        help=f"tokens of decode, whose -m is the same ({','.join(map(str, FEW))})",
+    )
     add("--compile", choices=COMPILE, help="torch.compile's mode for the dense layer (default; none on a CPU)")
     add("--no-eager", action="store_true", help="graphs alone, without eager calls of ffn and train")
     add("--memory", action="store_true", help="peak memory of inference; training always measures it")
@@ -393,13 +399,19 @@ def run(arguments: argparse.Namespace) -> int:
     sources, bench = parse(arguments.workload), Bench(NAME, arguments)
     on_cpu = bench.device.torch_device.type == "cpu"
     sizes = CPU_SIZES if on_cpu else SIZES
-    tokens, k, n = flat(arguments.tokens) or [sizes[0]], arguments.hidden or sizes[1], arguments.neurons or sizes[2]
-    decoded = flat(arguments.m_decode) or [m for m in FEW if m <= min(tokens)]
+    k, n = arguments.hidden or sizes[1], arguments.neurons or sizes[2]
+    tokens, decoded = flat(arguments.tokens), flat(arguments.m_decode)
+    if flat(arguments.ops) == ["decode"] and not decoded:
+        tokens, decoded = [], tokens
+    tokens = tokens or [sizes[0]]
+    decoded = decoded or [m for m in FEW if m <= min(tokens)]
     ops, strategies = flat(arguments.ops), [*flat(arguments.strategy), *([SCREENED] if arguments.screen else [])]
-    if "decode" in ops and max(decoded) > min(DECODED, *tokens):
-        raise RequestError(f"--m-decode must be from 1 to {min(DECODED, *tokens)}, got {max(decoded)}")
-    if arguments.workload is None:
-        sources = [source for source in sources if source.possible(n)]
+    if arguments.m_decode and "decode" not in ops:
+        raise RequestError(f"--m-decode is for decode: expected it among the operations, got {', '.join(ops)}")
+    if "decode" in ops and max(decoded) > (most := min(DECODED, *tokens)):
+        raise RequestError(f"--m-decode must be from 1 to {most} of {min(tokens)} tokens, got {max(decoded)}")
+    if arguments.workload is None and not (sources := [source for source in sources if source.possible(n)]):
+        raise RequestError(f"{n} neurons are too few for the named workloads: expected --workload")
     mode = arguments.compile or ("none" if on_cpu else "default")
     dense = compiled(mode)
     bench.given |= {

@@ -38,7 +38,7 @@ from twell import _sparsify, recipe, testing
 from twell._analyze import report
 from twell._analyze.layers import found
 from twell.commands import saved_model
-from twell.commands.request import RequestError, at_least, number_above, number_from
+from twell.commands.request import RequestError, at_least, number_above, number_from, pick_device
 from twell.commands.timing import Call
 from twell.nn import set_down_layout
 from twell.recipe._tracker import strategy_of
@@ -348,8 +348,10 @@ def check(arguments: argparse.Namespace) -> None:
     if (arguments.model is None) == (arguments.config is None):
         got = "neither" if arguments.model is None else "both"
         raise RequestError(f"expected either the folder of a model or --config, got {got}")
-    if (arguments.model is None) != (arguments.text is None):
-        raise RequestError("--text is for MODEL, and needed there: --config draws its tokens")
+    if arguments.model is not None and arguments.text is None:
+        raise RequestError("--text: expected text to run the model on, got none")
+    if arguments.model is None and arguments.text is not None:
+        raise RequestError("--text is for MODEL: --config draws its tokens")
     own = [name for name in ("nnz", "skew", "dead", "topic") if getattr(arguments, name) is not None]
     if arguments.model is not None and own:
         raise RequestError(f"--{own[0]} is for --config: a trained model has its own sparsity")
@@ -367,6 +369,8 @@ def check(arguments: argparse.Namespace) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure as asked; the exit status."""
     check(arguments)
+    if arguments.energy and pick_device(arguments.device or "cuda").type == "cpu":
+        raise RequestError("--energy needs a CUDA device, got cpu")
     models: list[dict[str, Any]] = []
     bench = Bench(NAME, arguments, models=models)
     device = bench.device.torch_device

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from profiling import figures, float8, harness, readme
-from profiling.bench import decode, host, layers, main, sae_problem
+from profiling.bench import firing, host, layers, main, sae_problem
 from profiling.bench.float8 import Weights
 from profiling.bench.layers import OPS
 from profiling.device import Ceilings, Device
@@ -35,7 +35,7 @@ BENCHES = {
     "moe": ["moe", "--shapes", "tiny", "--sequences", "1", "9", "--weights", "bfloat16", "e4m3"],
     "float8": ["float8", "--m", "3", "130", "--k", "64", "--n", "160"],
     "sae": ["sae", "--hidden", "64", "--neurons", "256", "--tokens", "300", "--nonzeros", "8", "--top-k", "8"],
-    "decode": ["decode", "--m", "1", "16"],
+    "firing": ["firing", "--m", "1", "16"],
     "host": ["host"],
     "adapters": ["adapters", "--m", "64", "--k", "64", "--n", "264", "--workload", "nnz=9", "--no-compile"],
     "portable": ["portable", "--m", "130", "--sizes", "64", "264", "--workload", "nnz=9"],
@@ -58,7 +58,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "WARM_ROUNDS", 1)
     monkeypatch.setattr(timing, "LEAST_ROUNDS", 2)
     monkeypatch.setattr(layers, "CALLS", 2)
-    monkeypatch.setattr(decode, "LAYERS", ((64, 256, False), (64, 256, True)))
+    monkeypatch.setattr(firing, "LAYERS", ((64, 256, False), (64, 256, True)))
     small: dict[str, Any] = {"HIDDEN": 64, "NEURONS": 264, "FEW": 8}
     small["HOST_CALLS"] = ((host.FORWARD, 16), (host.ONE_THREAD, 32), (host.STEP, 32))
     small["LAYERS"] = {True: (((64, 264),), (1, 8, 16)), False: (((32, 264),), (8,))}
@@ -112,7 +112,7 @@ def test_every_bench_has_checked_and_timed_rows(name: str, bench: Callable[..., 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
     "moe": (("experts",), readme.experts),
     "sae": (("sae",), readme.autoencoders),
-    "decode": (("decode",), figures.few_by_share),
+    "firing": (("decode",), figures.few_by_share),
     "host": (("host",), figures.host_times),
     "adapters": (("adapters",), readme.adapted),
     "portable": (("portable",), readme.portable_calls),
@@ -366,7 +366,7 @@ def test_files_are_json(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["ffn", "--workload", "ffn"], "ffn is an operation: expected it before --workload"),
-        (["decode,ffn", *TINY, "--m-decode", "65"], "--m-decode must be from 1 to 64, got 65"),
+        (["decode,ffn", *TINY, "--m-decode", "65"], "--m-decode must be from 1 to 64 of 64 tokens, got 65"),
         (["ffn", "--activation", "fatrelu", "--threshold", "-1"], "threshold"),
         (["ffn", "--out", "."], "is a folder: expected the name of a file"),
         (["model"], "expected either the folder of a model or --config, got neither"),

@@ -1,4 +1,4 @@
-"""``python -m profiling.bench decode``: inference of few tokens by the share of neurons that fire."""
+"""``python -m profiling.bench firing``: inference of few tokens by the share of neurons that fire."""
 
 import argparse
 import math
@@ -18,7 +18,7 @@ from twell.commands.request import at_least
 from twell.commands.timing import Call
 from twell.testing import Comparison
 
-NAME = "profiling.bench decode"
+NAME = "profiling.bench firing"
 DESCRIPTION = """\
 Time a layer on few tokens by "auto" beside dense PyTorch, in CUDA graphs. Layers have the sizes of models; x and
 weights are normal numbers, and each gate fires by chance. Copies of the weights, used in turn, are larger than L2. A
