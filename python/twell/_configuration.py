@@ -109,10 +109,10 @@ def stock_activations() -> list[str]:
     return list(sys.modules["transformers.activations"].ACT2FN)
 
 
-def made_by(model: Any) -> dict[Key, list[str]]:
+def made_by(model: Any) -> tuple[dict[Key, list[str]], dict[str, Any]]:
     """For each key that names an activation, the modules of ``model``'s stock class, and attributes, that it makes.
 
-    Raises ValueError if the class cannot be built from the configuration alone.
+    And what all of those modules are. Raises ValueError if the class cannot be built from the configuration alone.
     """
     config = copy.deepcopy(model.config)
     as_stock(config)
@@ -122,7 +122,7 @@ def made_by(model: Any) -> dict[Key, list[str]]:
         key.write(changed, Activation("relu2") if key.read(config) == "relu" else RELU)
         after = _built(model, changed)
         found[key] = [name for name, kind in before.items() if after.get(name) != kind]
-    return found
+    return found, before
 
 
 def _built(model: Any, config: Any) -> dict[str, Any]:
@@ -136,7 +136,9 @@ def _built(model: Any, config: Any) -> dict[str, Any]:
         raise ValueError(f"{type(model).__name__} must be made from its configuration alone, got {error}") from error
     found: dict[str, Any] = {}
     for name, module in made.named_modules():
-        found[name] = type(module)
+        # a class may make layers of twell
+        own = (module._activation, float(module._threshold)) if "_activation" in vars(module) else ()
+        found[name] = (type(module), *own)
         for attribute, value in vars(module).items():
             if not attribute.startswith("_") and (isinstance(value, str) or hasattr(value, "__qualname__")):
                 found[f"{name}.{attribute}"] = value if isinstance(value, str) else value.__qualname__
@@ -148,8 +150,10 @@ def keys_of(model: Any, layers: Mapping[str, Activation]) -> tuple[dict[Key, Act
 
     layers: the activation of each by the name of the module that has it, with all within it.
     """
-    named, left = dict[Key, Activation](), dict.fromkeys(layers, "no key of the configuration makes it")
-    for key, names in made_by(model).items():
+    named, (made, stock) = dict[Key, Activation](), made_by(model)
+    changed = [name for name, activation in layers.items() if stock.get(name, ())[1:] != tuple(activation)]
+    left = dict.fromkeys(changed, "no key of the configuration makes it")
+    for key, names in made.items():
         owners = {name: next((each for each in layers if is_within(name, each)), None) for name in names}
         mine = {owner: layers[owner] for owner in owners.values() if owner is not None}
         new, other = set(mine.values()), next((name for name, owner in owners.items() if owner is None), None)

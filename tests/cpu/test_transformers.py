@@ -280,6 +280,29 @@ def test_the_record_is_short(tmp_path: Path) -> None:
     assert "twell" not in json.loads((tmp_path / "dense" / "config.json").read_text())
 
 
+def test_a_class_that_makes_layers_of_twell_knows_their_activation(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for block in self.model.layers:
+                block.mlp = twell.nn.SparseGatedMLP(K, N, activation="relu2")
+
+    model = Own(transformers.LlamaConfig(**_LLAMA | {"hidden_act": "silu"}))
+    for layer in (None, *layers(model).values()):
+        if layer is not None:
+            layer.activation = "drelu"
+        model.save_pretrained(tmp_path)
+        content = json.loads((tmp_path / "config.json").read_text())
+        assert content["hidden_act"] == "silu"
+        own = [name for each in content["twell"] if "activation" in each for name in each["modules"]]
+        assert len(own) == sum(each.activation == "drelu" for each in layers(model).values()) or own == [
+            "model.layers.*.mlp"
+        ]
+        assert ("in the record of files alone" in caplog.text) == (layer is not None)
+
+
 def test_records_that_are_wrong(tmp_path: Path) -> None:
     sparsify(stock("llama")).save_pretrained(tmp_path)
     path = tmp_path / "config.json"

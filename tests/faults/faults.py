@@ -406,6 +406,20 @@ FAULTS = (
         "0.0",
         "tests/cpu/test_transformers.py -k saved_as_it_is",
     ),
+    Fault(
+        "saved models: a key that other layers share is written",
+        "python/twell/_configuration.py",
+        "if other is not None and",
+        "if other is None and",
+        "tests/cpu/test_transformers.py -k without_a_key_of_its_own",
+    ),
+    Fault(
+        "saved models: layers that the record leaves out are taken",
+        "python/twell/integrations/transformers.py",
+        "any(entry.has(name) for entry in mine)",
+        "bool(mine)",
+        "tests/cpu/test_transformers.py -k saved_as_it_is",
+    ),
     # ---- analyze ----
     Fault(
         "analyze: tokens that wait for a whole tile are lost",

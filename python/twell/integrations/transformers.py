@@ -269,7 +269,7 @@ class Opened(NamedTuple):
                 "in 16 bits, and quantise the model"
             )
         alone = len(_configuration.keys_naming(model.config, _configuration.FAMILY)) == len(own) == 1
-        made = {} if alone or not own else _configuration.made_by(model)
+        made = {} if alone or not own else _configuration.made_by(model)[0]
         for name, layer in layers.items():
             found = _record.layer_of(name, layer)
             entry = None if found is None else self._entry(found.module)
@@ -359,7 +359,9 @@ class _Reader:
             squared: Literal["relu", "relu2"] = "relu2" if model.config.hidden_act == "relu2" else "relu"
             for block in model.base_model.layers:
                 block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj, activation=squared)
-        stored = state_dict or {name: t for file in files for name, t in load_state_dict(file, "meta").items()}
+        stored = state_dict or {
+            name: t for file in files for name, t in load_state_dict(file, map_location="meta").items()
+        }
         if any(name.endswith(_KEPT) for name in stored):
             _fit(model, stored)
             whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
