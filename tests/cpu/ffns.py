@@ -306,6 +306,7 @@ FORMS = {
     "relu2": Form(lambda: Gated(Squared()), activation="relu2"),
     "drelu": Form(DoubleReLU, activation="drelu"),
     "own fatrelu": Form(lambda: Gated(FATReLU()), "1", "fatrelu", 0.25),
+    "small fatrelu": Form(lambda: Gated(FATReLU(1e-6)), "1", "fatrelu", 1e-6),
     "fatrelu in code": Form(CodedThreshold, "1", "fatrelu", 0.25),
     "w1 w3 w2": Form(Meta),
     "fused": Form(Fused),
