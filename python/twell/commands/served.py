@@ -98,6 +98,10 @@ def _served(content: dict[str, Any]) -> str:
     )
 
 
+# Keys of a quantised checkpoint that name what is not.
+_LEFT_OUT = ("ignore", "modules_to_not_convert", "exclude_modules")
+
+
 def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity], set[str]]:
     """The gated layers of a checkpoint with this configuration, from the headers of its files, and their dtypes there.
 
@@ -134,6 +138,8 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
             elif weight[0] not in _DTYPES and not kind:
                 expected = f"{' or '.join(_DTYPES)}, or {_E4M3} with a scale, for vLLM to serve it through twell"
                 said = f"{projection}.weight must be {expected}, got {weight[0]}{f' by {by}' if by else ''}"
+            elif by and not kind and not any(quantised.get(key) for key in _LEFT_OUT):
+                said = f"{projection}.weight must be {_E4M3} for vLLM to serve it through twell, got {weight[0]}"
             elif form not in (None, kind):
                 got = f"scales by {kind or 'none'} and by {form or 'none'}"
                 said = f"{projection} must be quantised as the projections beside it, which vLLM merges, got {got}"
