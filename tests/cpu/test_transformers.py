@@ -319,14 +319,6 @@ def test_records_that_are_wrong(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-def test_a_threshold_without_a_number_is_refused(tmp_path: Path) -> None:
-    stock("llama").save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_act": "fatrelu"}))
-    with pytest.raises(ValueError, match="must have its threshold, hidden_act_param"):
-        load(tmp_path)
-
-
 def qwen3_next() -> Any:
     """Its linear attention keeps the word, and the function of it."""
     sizes = {**_LLAMA, "hidden_act": "silu", "head_dim": 8, "mlp_only_layers": [0, 1]}
@@ -467,19 +459,32 @@ def test_settings_of_layers(keys: dict[str, Any], given: dict[str, Any], expecte
     assert found == {expected}
 
 
-def test_what_load_and_sparsify_refuse(tmp_path: Path) -> None:
-    stock("llama", hidden_act="silu").save_pretrained(tmp_path / "silu")
-    tiny("T5ForConditionalGeneration").save_pretrained(tmp_path / "t5")
-    # its decoder alone would have new embeddings
-    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": N, "decoder_ffn_dim": N, "d_model": K}
-    tiny("PegasusForConditionalGeneration", **sizes).save_pretrained(tmp_path / "pegasus")
-    for folder, message in (
-        ("silu", "must apply ReLU, got SiLU"),
-        ("t5", "load: the model must be a causal one, got 't5' in"),
-        ("pegasus", "load: the model must be a causal one, got 'pegasus' in"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load(tmp_path / folder)
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [
+        (lambda: stock("llama", hidden_act="silu"), "must apply ReLU, got SiLU"),
+        (lambda: tiny("T5ForConditionalGeneration"), "load: the model must be a causal one, got 't5' in"),
+        # its decoder alone would have new embeddings
+        (lambda: tiny("PegasusForConditionalGeneration", **PEGASUS), "must be a causal one, got 'pegasus' in"),
+        (lambda: moved(stock("llama"), hidden_act="fatrelu"), "must have its threshold, hidden_act_param"),
+        (lambda: moved(stock("llama"), num_hidden_layers=3), r"must have all weights, got none for model\.layers\.2"),
+    ],
+)
+def test_what_load_refuses(build: Any, why: str, tmp_path: Path) -> None:
+    build().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=why):
+        load(tmp_path)
+
+
+PEGASUS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": N, "decoder_ffn_dim": N, "d_model": K}
+
+
+def moved(model: Any, **fields: Any) -> Any:
+    model.config.update(fields)
+    return model
+
+
+def test_what_sparsify_refuses() -> None:
     model = stock("llama")
     model.quantization_method = "awq"
     with pytest.raises(ValueError, match="got a model quantised by awq: load a checkpoint in bfloat16 or in"):

@@ -175,11 +175,11 @@ def _within_peft(model: Any) -> Any:
 def load(model: str | Path, *, strategy: Strategy | None = None, compression: int | None = None, **options: Any) -> Any:
     """The causal model in a folder or on the Hub, with its feed-forward layers through twell.
 
-    As ``sparsify(AutoModelForCausalLM.from_pretrained(model, **options))``, and it also reads configurations that name
-    an activation which no stock class has: "drelu", and "fatrelu" with its threshold as ``hidden_act_param``, as
-    MiniCPM-S names it. Layers of twell that the model's class makes stay as they are. A folder that ``save_pretrained``
-    wrote of a compacted model has its layers compacted again. With ``trust_remote_code`` a folder's own code reads its
-    own configuration, and what its modules compute decides.
+    As ``sparsify(AutoModelForCausalLM.from_pretrained(model, **options))``, of the layers that ``save_pretrained``
+    recorded, if it did, and compacted where they were. It also reads configurations that name an activation which no
+    stock class has: "drelu", and "fatrelu" with its threshold as ``hidden_act_param``, as MiniCPM-S names it. Layers of
+    twell that the model's class makes stay as they are. With ``trust_remote_code`` a folder's own code reads its own
+    configuration, and what its modules compute decides.
 
     Files of the paper's code, and those of the sparse classes of twell 0.3, open in ``LlamaForCausalLM`` and
     ``Qwen2ForCausalLM``: with ReLU, whatever stock activation ``hidden_act`` names, with the neurons that
@@ -193,7 +193,8 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
     the configuration. Raises as ``from_pretrained`` and ``sparsify``; FileNotFoundError for a folder that does not
     exist, unless the Hub may have one of its name; ValueError for a "fatrelu" without a threshold, for square down
-    weights of a sparse class without their layout, and for files with scales that transformers leaves out.
+    weights of a sparse class without their layout, for a record of other layers than the model has, and for files
+    without weights of the body or with scales that transformers leaves out.
     """
     if not Path(model).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(model)):
         raise FileNotFoundError(
