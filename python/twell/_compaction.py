@@ -242,21 +242,10 @@ class CompactionReport:
     """The result of ``compact``: a ``LayerCompaction`` for each layer, in the model's order."""
 
     layers: tuple[LayerCompaction, ...]
-
-    @property
-    def neurons(self) -> int:
-        """Neurons before, of all layers."""
-        return sum(layer.neurons for layer in self.layers)
-
-    @property
-    def kept(self) -> int:
-        """Neurons after, of all layers."""
-        return sum(layer.kept for layer in self.layers)
-
-    @property
-    def bytes_saved(self) -> int:
-        """Bytes of parameters, of all layers."""
-        return sum(layer.bytes_saved for layer in self.layers)
+    # of all layers
+    neurons = property(lambda self: sum(layer.neurons for layer in self.layers), doc="Neurons before.")
+    kept = property(lambda self: sum(layer.kept for layer in self.layers), doc="Neurons after.")
+    bytes_saved = property(lambda self: sum(layer.bytes_saved for layer in self.layers), doc="Bytes of parameters.")
 
     def __str__(self) -> str:
         total = (
