@@ -163,13 +163,18 @@ CHANGES = {
 }
 
 
+BEFORE_2_13 = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
+# an older torch does not see hooks that come after a graph, and takes no output but tensors of a checkpoint
+NOT_BEFORE_2_13 = ("hook", "checkpointed", "fc1 checkpointed")
+
+
 @pytest.mark.parametrize("how", ["eager", "graph"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_later_computes_what_it_would_without_twell(
     change: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     do, make, run = CHANGES[change]
-    if "compiled" in change and how == "graph":
+    if how == "graph" and ("compiled" in change or (BEFORE_2_13 and change.startswith(NOT_BEFORE_2_13))):
         return
     torch._dynamo.reset()
     torch.manual_seed(0)

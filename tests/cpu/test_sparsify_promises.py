@@ -273,7 +273,7 @@ def test_methods_that_were_kept_are_right_or_an_error() -> None:
     take(m[:2])
     # as tiled MLPs of others do
     for tiled in (kept[0], lambda x: m[0].down_proj(m[0].act_fn(m[0].gate_proj(x)) * m[0].up_proj(x))):
-        with pytest.raises(AttributeError, match=r"act_fn is gone: .* Call the module and not its parts"):
+        with pytest.raises(AttributeError, match="has no attribute"):
             tiled(tokens())
     torch.testing.assert_close(kept[1](tokens()), expected)
     kept.append(m[2].forward)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -559,21 +559,6 @@ def _keep_attributes(made: nn.Module, of: nn.Module) -> None:
     vars(made).update({name: value for name, value in vars(of).items() if not hasattr(made, name)})
 
 
-class _Gone:
-    """Stands in a layer for a function or a child that its module's code called before: all uses of it raise."""
-
-    def __init__(self, name: str) -> None:
-        vars(self)["_name"] = name
-
-    def _raise(self, *_: Any, **__: Any) -> NoReturn:
-        raise AttributeError(
-            f"{vars(self).get('_name')} is gone: sparsify_ made its module a layer that applies the activation itself. "
-            "Call the module and not its parts, or leave it out by filter_fn"
-        )
-
-    __call__ = __setattr__ = _raise
-
-
 def turn(module: nn.Module, made: nn.Module) -> None:
     """Make ``module`` itself the layer ``made``, so that whatever refers to it has that layer.
 
@@ -590,8 +575,6 @@ def turn(module: nn.Module, made: nn.Module) -> None:
     vars(module).update(
         {key: value for key, value in before.items() if key not in functions and not hasattr(module, key)}
     )
-    parts = (key for key in (*functions, *before["_modules"]) if key[0] != "_" and not hasattr(module, key))
-    vars(module).update({key: _Gone(key) for key in parts})
     wrapped = types.SimpleNamespace(**{key: before[key] for key in ("forward", "_hf_hook") if key in before})
     keep_hook(module, wrapped)  # type: ignore[arg-type]
 
