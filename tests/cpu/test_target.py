@@ -18,7 +18,6 @@ from recipe_models import Adapted, Waits, gate_l1
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import twell
 from twell import recipe
 from twell.nn import SparseGatedMLP, SparseMLP
 from twell.recipe import TargetSparsity, TargetThreshold, _inputs
@@ -518,7 +517,7 @@ def test_targets_are_pickled_with_their_model() -> None:
     assert all(float(layer.threshold) > 0 for layer in again.mlps)
 
 
-@pytest.mark.parametrize("how", ["compact", "copy", "set"])
+@pytest.mark.parametrize("how", ["copy", "set"])
 def test_a_threshold_that_layers_do_not_have_is_not_steered(how: str) -> None:
     """It rose without end, and ``settle`` returned it."""
     model: Any = Model()
@@ -529,9 +528,7 @@ def test_a_threshold_that_layers_do_not_have_is_not_steered(how: str) -> None:
     target.term(model)
     target.update()
     other = model
-    if how == "compact":
-        twell.compact(model, {f"mlps.{i}": torch.arange(N) < 16 for i in range(2)}, inplace=True)
-    elif how == "copy":
+    if how == "copy":
         other = copy.deepcopy(model)
     else:
         model.mlps[1].threshold = 0.5

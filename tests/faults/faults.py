@@ -280,13 +280,6 @@ FAULTS = (
     ),
     # ---- loaders ----
     Fault(
-        "loaders: gate and up of a fused weight swapped",
-        "python/twell/_sparsify/modules.py",
-        "return list(halves)[:: -1 if self._up_first else 1]",
-        "return list(halves)[:: 1 if self._up_first else -1]",
-        "tests/cpu/test_sparsify.py -k same_function",
-    ),
-    Fault(
         "loaders: OPT's layers from the tenth on are left as they are",
         "python/twell/integrations/layouts.py",
         r"decoder\.layers\.\d+\.fc2\.weight$",
