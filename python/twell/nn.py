@@ -59,6 +59,8 @@ class SparseFFN(Configured):
     _casts = False
     # the name of a child that drops values of the hidden state, "" without one
     _dropout = ""
+    # dropouts elsewhere, children or shares, which were 0 when the layer was made of a module
+    _still: tuple[str, ...] = ()
     # whether other code makes the gate, and whether other code applies the activation
     _given = _fixed = False
     if TYPE_CHECKING:
@@ -199,6 +201,8 @@ class SparseFFN(Configured):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if self._still and self.training:
+            self._require_still()
         if self._dropout and self._drops():
             return self._finish(self._dropped(x, return_aux or self._record_aux), return_aux)  # type: ignore[no-any-return]
         with_aux, compiling = return_aux or self._record_aux, _modes.compiling()
@@ -343,6 +347,16 @@ class SparseFFN(Configured):
         if result and not _modes.compiling():
             warn_once(f"a twell layer calls its projections and runs dense: {result}")
         return self._dense(*self._pre_activations(x), with_aux)
+
+    def _require_still(self) -> None:
+        """Raise NotImplementedError if a dropout that the layer does not run would drop values now."""
+        for name in self._still:
+            each: Any = getattr(self, name, 0)
+            if p := getattr(each, "p", each):
+                raise NotImplementedError(
+                    f"{name} must drop nothing, as when sparsify_ made a layer of its module, whose code is gone, got "
+                    f"p = {p}: set it before sparsify_"
+                )
 
     def _drops(self) -> bool:
         """Whether the hidden state passes through something that may change it now."""

@@ -109,10 +109,10 @@ class Out(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.out = nn.Dropout(0.0)
+        self.out, self.drop_rate = nn.Dropout(0.0), 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(super().forward(x))
+        return F.dropout(self.out(super().forward(x)), self.drop_rate, self.training)
 
 
 def test_a_forward_of_the_projections_that_is_replaced_later_is_called() -> None:
@@ -129,11 +129,18 @@ def test_a_forward_of_the_projections_that_is_replaced_later_is_called() -> None
     torch.testing.assert_close(m(tokens(BF16)), 2 * before.bfloat16(), rtol=0.1, atol=0.1)
 
 
-def test_what_is_set_on_parts_that_are_gone_raises() -> None:
-    m = take(nn.Sequential(Out()))
-    for use in (lambda part: setattr(part, "p", 0.5), lambda part: part(tokens())):
-        with pytest.raises(AttributeError, match="has no attribute"):
-            use(m[0].out)
+@pytest.mark.parametrize("share", [False, True])
+def test_a_dropout_behind_the_layer_that_drops_later_raises(share: bool) -> None:
+    """A loop over all modules finds it, and it has no effect, as the module's code is gone."""
+    m: Any = take(nn.Sequential(Out()))
+    if share:
+        m[0].drop_rate = 0.5
+    else:
+        (dropout,) = (part for part in m.modules() if isinstance(part, nn.Dropout))
+        dropout.p = 0.5
+    m.eval()(tokens())
+    with pytest.raises(NotImplementedError, match=r"must drop nothing, as when sparsify_ made .* got p = 0\.5"):
+        m.train()(tokens())
 
 
 @pytest.mark.parametrize("change", ["hook", "forward", "subclass"])

@@ -202,7 +202,8 @@ ACCEPTED: dict[str, Callable[[], nn.Module]] = {
     **{name: lambda code=code: written(code, Coded, globals())() for name, code in DECIDED.items()},
     "own class": lambda: Gated(type("OwnReLU", (nn.ReLU,), {})()),
     "lambda": lambda: Gated(lambda x: x.relu()),
-    **{f"{act}": lambda act=act: Gated(act) for act in (nn.ReLU(inplace=True), torch.relu, nn.Threshold(0, 0))},
+    "torch.relu": lambda: Gated(torch.relu),
+    **{f"{act}": lambda act=act: Gated(act) for act in (nn.ReLU(inplace=True), nn.Threshold(0, 0))},
     **{f"block {act}": lambda act=act: Block(act) for act in (nn.ReLU(inplace=True), nn.Threshold(0, 0))},
 }
 

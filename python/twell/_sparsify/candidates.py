@@ -332,7 +332,7 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
         return difference(copies, replace, dtype, put, **settings)
 
     shares = {f"{key}.p": m.p for key, m in module._modules.items() if type(m) is nn.Dropout}
-    shares |= {key: p for key, p in vars(module).items() if type(p) is float and ("drop" in key or key == "p")}
+    shares |= {key: p for key, p in vars(module).items() if is_share(key, p)}
     for own, base in itertools.product((True,) if bases[0].steps else (True, False), bases):
         act = None if base.attribute is None else operator.attrgetter(base.attribute)(module)
         relu: Any = nn.ReLU() if isinstance(act, nn.Module) else F.relu
@@ -360,6 +360,11 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
             was = NAMES_OF_FAMILY[kind.name] if own else _kind(act) if act else " and ".join(sorted(copies.replaced))
             return candidate._replace(activation=RELU, was=None if base.steps else was), kind if own else None
     return max(reasons, key=operator.itemgetter(0))[1]
+
+
+def is_share(key: str, value: object) -> bool:
+    """Whether an attribute may be the share of a dropout."""
+    return type(value) is float and ("drop" in key or key == "p")
 
 
 def _formula(form: Form) -> str:

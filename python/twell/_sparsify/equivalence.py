@@ -181,7 +181,7 @@ def difference(
                 if text := setting.off(ours.get(what), expected):
                     text = f"{what} {text} for {setting}"
                     if setting.training and setting.off(copies.run(setting, put, seed=1).get(what), expected):
-                        text += "; it draws random numbers, as a dropout does: set that of the configuration to 0"
+                        text += "; it draws random numbers, as a dropout does: set its share to 0"
                     return after, text
     return None
 

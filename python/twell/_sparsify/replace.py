@@ -24,6 +24,7 @@ from twell._sparsify.candidates import (
     has_children,
     holds_stacked_experts,
     is_sequence,
+    is_share,
     label,
     misfit,
     outside_layers,
@@ -383,7 +384,9 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
         made = (NamedGatedMLP if gated else NamedMLP)(names, linears, **options)
     made._modules.update(zip(names, linears))
     beside = (*candidate.plain, *candidate.dropouts, *(step for step in candidate.steps if step in module._modules))
-    made._modules.update({name: module._modules[name] for name in beside})
+    still = [n for n, m in module._modules.items() if type(m) is nn.Dropout and n not in beside]
+    made._modules.update({name: module._modules[name] for name in (*beside, *still)})
+    made._still = (*still, *(key for key, p in vars(module).items() if p == 0.0 and is_share(key, p)))
     made._linears = tuple(own_code(linear) for linear in linears if type(linear).forward is not nn.Linear.forward)
     made._casts = candidate.casts
     made._dropout = "".join(candidate.dropouts)
