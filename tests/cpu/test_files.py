@@ -217,9 +217,9 @@ def test_an_old_folder_that_cannot_be_removed_is_named(
 
 
 def write_json(path: Path) -> None:
-    from profiling.bench import report
+    from profiling import harness
 
-    report.write_json(path, [], machine="m", arguments={})
+    harness.write_json(path, [], machine="m", arguments={})
 
 
 def test_files_of_users_are_replaced_whole_and_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

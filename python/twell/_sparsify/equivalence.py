@@ -262,7 +262,9 @@ def _small(module: nn.Module, form: Form, model: nn.Module) -> nn.Module:
     """A copy of ``module`` with other tensors, random ones for parameters, and its projections with few neurons."""
     generator = torch.Generator().manual_seed(0)
     # deepcopy takes what is in its memo for a copy; the rest of the model is none of the module's business
-    memo: dict[int, Any] = {id(t): torch.empty(0) for t in itertools.chain(model.parameters(), model.buffers())}
+    memo: dict[int, Any] = {
+        id(t): torch.empty(0, device="cpu") for t in itertools.chain(model.parameters(), model.buffers())
+    }
     linears: dict[str, Any] = {child: module.get_submodule(child) for child in form.children}
     k = linears[form.children[0]].in_features
     sizes = dict.fromkeys(form.inputs, (_NEURONS * (2 if form.fused else 1), k)) | {form.down: (k, _NEURONS)}
@@ -292,7 +294,7 @@ def _small(module: nn.Module, form: Form, model: nn.Module) -> nn.Module:
 def _stand_in(generator: torch.Generator, tensor: Tensor, is_parameter: bool, shape: tuple[int, ...]) -> Tensor:
     """A tensor on the CPU in place of one of a module: random where it is a parameter or has no values."""
     if not tensor.is_floating_point():
-        return torch.zeros(shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
+        return torch.zeros(shape, dtype=tensor.dtype, device="cpu") if tensor.is_meta else tensor.detach().cpu().clone()
     if is_parameter or tensor.is_meta:
         value = _draw(generator, *shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 1)
         return nn.Parameter(value) if is_parameter else value
@@ -301,7 +303,9 @@ def _stand_in(generator: torch.Generator, tensor: Tensor, is_parameter: bool, sh
 
 def _input(setting: Setting, k: int) -> Tensor:
     x = _draw(torch.Generator().manual_seed(1), *setting.lead, k) * setting.scale
-    scales = torch.tensor([1.0, 0.0, 0.1, 10.0]).repeat(math.prod(setting.lead))[: math.prod(setting.lead)]
+    scales = torch.tensor([1.0, 0.0, 0.1, 10.0], device="cpu").repeat(math.prod(setting.lead))[
+        : math.prod(setting.lead)
+    ]
     return (x * scales.view(*setting.lead, 1)).to(setting.x_dtype or setting.dtype)
 
 
