@@ -270,8 +270,8 @@ def _prove(
         why = f"no copy of it can be made ({type(error).__name__}: {error})"
         raise ValueError(f"{where} cannot be tried, since {why}: {_OWN_MODULE}; {LEAVE_OUT}") from error
     first = first._replace(casts=copies.casts)
-    reason = _beyond_a_layer(module, form)
-    if not reason:
+    beyond = reason = _beyond_a_layer(module, form)
+    if not beyond:
         attributes = _callables(module, form)
         layer = first._replace(attribute=attributes[0] if len(attributes) == 1 else None)
         forms = (form, form._replace(fused="up first")) if form.fused else (form,)
@@ -292,8 +292,10 @@ def _prove(
     pairs = [first._replace(kind="pair", attribute=key) for key in _callables(module, form, blocks=True)]
     found = _run(pairs, copies, context) if pairs else "its activation must be an attribute, such as an nn.ReLU"
     if isinstance(found, str):
-        alone = f"as a block, it must use what {form.children[0]} returns for {form.down} alone"
-        raise ValueError(f"{where} cannot be run sparse: {reason}; {alone}: {found}: {_OWN_MODULE}; {LEAVE_OUT}")
+        alone = f"as a block, it must use what {form.children[0]} returns for {form.down} and their activation alone"
+        # that of a module with more in it says nothing of what is between the two
+        said = alone if beyond else f"{reason}; {alone}"
+        raise ValueError(f"{where} cannot be run sparse: {said}: {found}: {_OWN_MODULE}; {LEAVE_OUT}")
     return found
 
 
