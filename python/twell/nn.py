@@ -201,7 +201,7 @@ class SparseFFN(Configured):
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
         """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
-        if self._still and self.training:
+        if self._still:
             self._require_still()
         if self._dropout and self._drops():
             return self._finish(self._dropped(x, return_aux or self._record_aux), return_aux)  # type: ignore[no-any-return]
@@ -352,7 +352,8 @@ class SparseFFN(Configured):
         """Raise NotImplementedError if a dropout that the layer does not run would drop values now."""
         for name in self._still:
             each: Any = getattr(self, name, 0)
-            if p := getattr(each, "p", each):
+            # code may leave out whether it trains
+            if p := (each.p if self.training else 0) if isinstance(each, nn.Dropout) else each:
                 raise NotImplementedError(
                     f"{name} must drop nothing, as when sparsify_ made a layer of its module, whose code is gone, got "
                     f"p = {p}: set it before sparsify_"

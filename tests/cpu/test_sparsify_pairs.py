@@ -254,7 +254,7 @@ def test_inputs_and_modes_that_change_between_the_layers_are_refused() -> None:
     torch.testing.assert_close(block.fc2(F.relu(block.fc1(x))), block.fc2(block.act(block.fc1(x))))
     h = block.act(block.fc1(x))
     x.add_(1)
-    with pytest.raises(NotImplementedError, match="changed in place in between"):
+    with pytest.raises(NotImplementedError, match="was changed since"):
         block.fc2(h)
     for of in ("fc1", "fc2"):
         tried = take(nn.Sequential(Residual()))[0]
@@ -271,6 +271,49 @@ def test_inputs_and_modes_that_change_between_the_layers_are_refused() -> None:
         block(torch.randn(3, K))
 
 
+def test_weights_that_change_before_the_product_are_refused() -> None:
+    """It would be of the new ones: of a wrapper that exchanges them for the time of the call, or of a kept tensor."""
+    block = take(nn.Sequential(Residual()))[0]
+    x, weight = torch.randn(3, K), block.fc1.weight
+    for change in (lambda: weight.mul_(2), lambda: setattr(weight, "data", weight.data.clone())):
+        kept = block.fc1(x)
+        with torch.no_grad():
+            change()
+        for use in (lambda: kept + 1, lambda: block.fc2(block.act(kept))):  # noqa: B023
+            with pytest.raises(NotImplementedError, match="was changed since"):
+                use()
+
+
+class Straight(torch.autograd.Function):
+    """h, whose gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Any) -> Any:
+        return h * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad
+
+
+def test_code_that_knows_tensors_alone_leaves_out_no_gradient() -> None:
+    block = take(nn.Sequential(Residual()))[0]
+    for used in (False, True):
+        h = block.act(block.fc1(torch.randn(3, K)))
+        if used:
+            assert (h > 0).any()
+        with pytest.raises(NotImplementedError, match="or all without, got one of each"):
+            Straight.apply(h)
+
+
+def test_a_forward_set_on_the_second_layer_is_refused() -> None:
+    block = take(nn.Sequential(Residual()))[0]
+    own = block.fc2.forward
+    block.fc2.forward = lambda h: own(h.clamp(max=0.1))
+    with pytest.raises(NotImplementedError, match="fc2 of a twell pair must keep its forward"):
+        block(torch.randn(3, K))
+
+
 def test_code_between_the_layers_sees_tensors() -> None:
     block = take(nn.Sequential(Block()))[0]
     x = torch.randn(2, 3, K)
@@ -282,6 +325,12 @@ def test_code_between_the_layers_sees_tensors() -> None:
         for of in (lambda t: t + 1, lambda t: 1 - t, lambda t: t > 0, lambda t: t[1], lambda t: (t @ t.mT).sum(), abs):
             assert torch.equal(of(h), of(wanted))
         assert torch.equal(torch.cat([h, wanted]), torch.cat([wanted, wanted]))
+        # the tensor's own, not what the pair keeps
+        assert h.grad is None
+        h.data = h.data.clamp(max=0.1)
+        h **= 2
+        torch.testing.assert_close(h + 0, wanted.clamp(max=0.1) ** 2)
+        h = wanted
         assert (len(h), h.max().item()) == (2, wanted.max().item())
     with torch.autocast("cpu", BF16):
         h = block.fc1(x)

@@ -366,7 +366,7 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
 
 def is_share(key: str, value: object) -> bool:
     """Whether an attribute may be the share of a dropout."""
-    return type(value) is float and ("drop" in key or key == "p")
+    return (type(value) is float or (type(value) is int and value == 0)) and ("drop" in key or key in ("p", "prob"))
 
 
 def _formula(form: Form) -> str:

@@ -49,57 +49,78 @@ class Deferred:
     """
 
     def __init__(self, up: DeferredUp, x: Any, before: Any = None, act: Any = None, cast: Any = None) -> None:
-        self.up, self.x, self.act, self.cast = up, x, act, cast
+        self._up, self._x, self._act, self._cast = up, x, act, cast
         # a wrapper around fc1 may exchange them for the time of its call
-        of: Any = up if before is None else before
-        self.weight, self.bias = of.weight, of.bias
-        self.grad, self.version = torch.is_grad_enabled(), _version(x)
-        self.made: Tensor | None = None
+        of: tuple[Any, Any] = (up.weight, up.bias) if before is None else (before._weight, before._bias)
+        self._weight, self._bias = of
+        self._seen = self._state() if before is None else before._seen
+        self._grads = torch.is_grad_enabled()
+        self._made: Tensor | None = None
+
+    def _state(self) -> list[Any] | None:
+        """What tells whether the product is still the same: versions of its operands, and where the weight lies.
+
+        None where that is not known.
+        """
+        if _modes.compiling():
+            return None
+        tensors = [t for t in (self._x, self._weight, self._bias) if t is not None]
+        where = self._weight.data_ptr() if _modes.eager(tensors) else 0
+        return [*map(_version, tensors), where]
 
     def behind(self, act: Any) -> Deferred:
         """What an activation makes of it."""
-        return Deferred(self.up, self.taken(), self, act)
+        return Deferred(self._up, self.taken(), self, act)
 
     def is_of(self, down: PairDown) -> bool:
         """Whether the work of ``fc1`` and the activation of a pair is left to do, and nothing else was done."""
         up = down.up_proj
-        own = self.up is up and self.weight is up._parameters.get("weight") and self.bias is up._parameters.get("bias")
-        return own and self.act is not None and self.made is None and down.applies(self.act)
+        own = (
+            self._up is up and self._weight is up._parameters.get("weight") and self._bias is up._parameters.get("bias")
+        )
+        return own and self._act is not None and self._made is None and down.applies(self._act)
 
     def taken(self) -> Any:
         """x. Raises NotImplementedError if the product would be another now."""
-        if self.version != _version(self.x):
+        now = self._state()
+        if now != self._seen and None not in (now, self._seen):
             raise NotImplementedError(
-                "fc2 of a twell pair computes of the input of fc1, which must stay as it is until then, got one that "
-                "was changed in place in between"
+                "a twell pair computes of the input and the weights of fc1 when its second layer or other code needs "
+                "that, got one that was changed since: compute with what fc1 returns before you change them"
             )
-        if self.grad != torch.is_grad_enabled():
+        self._require_grads()
+        return self._x
+
+    def _require_grads(self) -> None:
+        if self._grads != torch.is_grad_enabled():
             raise NotImplementedError(
-                "both layers of a twell pair must run with gradients, or both without, got one of each: checkpoint "
-                "the block as a whole, or with use_reentrant=False"
+                "both layers of a twell pair, and what is between them, must run with gradients, or all without, got "
+                "one of each: checkpoint the block as a whole, or with use_reentrant=False"
             )
-        return self.x
 
     def value(self, why: str) -> Tensor:
         """The tensor. why: what needs it, for the log; "" for what is known to."""
-        if self.made is None:
-            if self.up.must:
-                raise NotImplementedError(f"{why or 'a dropout'} uses it")
-            if why and not _modes.compiling():
-                warn_once(f"a twell pair runs dense: {why} uses what its fc1 or its activation returns")
-            y = self.up.product(self.taken(), self.weight, self.bias)
-            y = y if self.act is None else activated(self.act, y)
-            self.made = y if self.cast is None else y.to(self.cast)
-        return self.made
+        if self._made is not None:
+            # code that knows tensors alone, such as an autograd.Function, would leave out its gradient
+            self._require_grads()
+            return self._made
+        if self._up.must:
+            raise NotImplementedError(f"{why or 'a dropout'} uses it")
+        if why and not _modes.compiling():
+            warn_once(f"a twell pair runs dense: {why} uses what its fc1 or its activation returns")
+        y = self._up.product(self.taken(), self._weight, self._bias)
+        y = y if self._act is None else activated(self._act, y)
+        self._made = y if self._cast is None else y.to(self._cast)
+        return self._made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, quiet = kwargs or {}, func in _DROPOUTS
         if quiet and (same := _undropped(*args, **kwargs)) is not None:
             return same
-        if func in _ACTIVATIONS and len(args) == 1 and args[0].made is None and not kwargs.get("inplace"):
+        if func in _ACTIVATIONS and len(args) == 1 and args[0]._made is None and not kwargs.get("inplace"):
             # as code of blocks writes them
-            act, squares = args[0].act, func is torch.square
+            act, squares = args[0]._act, func is torch.square
             if act == RELU if squares else act is None:
                 return args[0].behind(Activation("relu2") if squares else RELU)
         why = "" if quiet else getattr(func, "__name__", str(func))
@@ -109,36 +130,42 @@ class Deferred:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tensor."""
-        if self.cast is not None:
-            return self.cast  # type: ignore[no-any-return]
-        plain = self.x.dtype if self.up._casts else self.weight.dtype
-        return _modes.product_dtype(plain, self.weight.device.type)
+        if self._cast is not None:
+            return self._cast  # type: ignore[no-any-return]
+        plain = self._x.dtype if self._up._casts else self._weight.dtype
+        return _modes.product_dtype(plain, self._weight.device.type)
 
     @property
     def device(self) -> torch.device:
         """The device of the tensor."""
-        return self.x.device  # type: ignore[no-any-return]
+        return self._x.device  # type: ignore[no-any-return]
 
     @property
     def shape(self) -> torch.Size:
         """The shape of the tensor."""
-        return torch.Size((*self.x.shape[:-1], self.weight.shape[0]))
+        return torch.Size((*self._x.shape[:-1], self._weight.shape[0]))
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As of a tensor; still deferred where nothing changes, or ``fc2`` casts it back under autocast."""
         moved = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        if moved.device == self.device and self.made is None:
+        if moved.device == self.device and self._made is None:
             if moved.dtype == self.dtype:
                 return self
             wider = torch.promote_types(moved.dtype, self.dtype) == moved.dtype
-            if wider and self.cast is None and torch.is_autocast_enabled(self.device.type):
-                return Deferred(self.up, self.taken(), self, self.act, moved.dtype)
+            if wider and self._cast is None and torch.is_autocast_enabled(self.device.type):
+                return Deferred(self._up, self.taken(), self, self._act, moved.dtype)
         return self.value("to").to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.value(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.value(name), name, value)
 
 
 def _of_tensor(name: str) -> Any:
@@ -149,12 +176,14 @@ def _of_tensor(name: str) -> Any:
 
 
 _OPERATORS = """
-add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv pow rpow matmul rmatmul neg abs lt le gt ge eq ne
-and or xor invert getitem setitem len iter bool float int array
+add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod imod
+pow rpow ipow matmul rmatmul neg pos abs lt le gt ge eq ne and rand iand or ror ior xor rxor ixor invert lshift ilshift
+rshift irshift getitem setitem delitem contains len iter reversed bool float int index complex array format
 """
 for _name in _OPERATORS.split():
     setattr(Deferred, f"__{_name}__", _of_tensor(f"__{_name}__"))
 
+_OWN = frozenset({"_up", "_x", "_act", "_cast", "_weight", "_bias", "_seen", "_grads", "_made"})
 _DROPOUTS, _ACTIVATIONS = (F.dropout, torch.dropout), (torch.relu, F.relu, torch.square)
 
 
@@ -222,6 +251,12 @@ class PairDown(nn.Module):
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """x: deferred, for the pair as a whole, or the hidden state. Hooks of others see a hidden state."""
+        own = vars(self).get("forward")
+        if not (own is None or "_hf_hook" in vars(self) or hasattr(own, "_torchdynamo_orig_callable")):
+            raise NotImplementedError(
+                "fc2 of a twell pair must keep its forward, got one set on the instance: use hooks, or leave the block "
+                "out by filter_fn"
+            )
         if type(x) is Deferred:
             if x.is_of(self) and not _hooks_of_others(self):
                 return super().__call__(x.taken(), *args, **kwargs)
@@ -316,7 +351,7 @@ class HandOn(nn.Identity):
 
     def __call__(self, x: Any) -> Any:
         """x: deferred, or a tensor; hooks see a tensor."""
-        if type(x) is Deferred and (x.act is not None or x.made is not None or _hooks(self) or any(HOOKS_OF_ALL)):
+        if type(x) is Deferred and (x._act is not None or x._made is not None or _hooks(self) or any(HOOKS_OF_ALL)):
             x = x.value("its activation, which is called twice or has hooks,")
         return super().__call__(x)
 
