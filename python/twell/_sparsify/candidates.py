@@ -294,7 +294,7 @@ def _prove(
     if isinstance(found, str):
         alone = f"as a block, it must use what {form.children[0]} returns for {form.down} and their activation alone"
         # that of a module with more in it says nothing of what is between the two
-        said = alone if beyond else f"{reason}; {alone}"
+        said = alone if beyond.startswith("it must have") else f"{reason}; {alone}"
         raise ValueError(f"{where} cannot be run sparse: {said}: {found}: {_OWN_MODULE}; {LEAVE_OUT}")
     return found
 
