@@ -238,7 +238,7 @@ class Forward:
         return p.compiled()
 
     def _places(self, p: Program, m: int, n: int, most: int) -> list[View]:
-        """The first ``most`` figures as operands; without any the sums of |h|, which nobody reads."""
+        """The first ``most`` figures as operands; without any the sums of |h|, which nothing reads."""
         if self._figures:
             return [p.operand(*shape) for shape in self._figures[:most]]
         return [p.scratch(torch.float32, geometry.token_tiles(m), geometry.training_sums(n))]
