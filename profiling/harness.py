@@ -25,6 +25,7 @@ from torch import Tensor
 import twell
 from profiling.device import Ceilings, Device, Gpu
 from twell import _files
+from twell.commands import tune
 from twell.commands.request import RequestError, number_above, pick_device
 from twell.commands.timing import FAILURES, Call, Recording, measure, reason, spread
 from twell.testing import Comparison
@@ -80,7 +81,7 @@ class Variant:
     @property
     def is_dense(self) -> bool:
         """Whether others are compared with it."""
-        return not self.requested and self.name.startswith(("dense", "grouped", "stock"))
+        return not self.requested and self.name.startswith(("dense", "grouped"))
 
 
 class Settled:
@@ -149,6 +150,17 @@ def verdict(compared: dict[str, Comparison]) -> Verdict:
     """The errors, and those that are beyond their budgets."""
     wrong = [f"{name}: {comparison}" for name, comparison in compared.items() if not comparison.ok]
     return compared, "; ".join(wrong)
+
+
+def agrees(right: Call, training: bool) -> Callable[[str, Call, tuple[Tensor, ...]], Verdict]:
+    """A check against a dense call, by the budgets of ``twell tune``."""
+    most = tune.MOST_ERROR[training]
+
+    def check(strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
+        error = max(map(tune.relative_error, outputs, right(0)))
+        return {}, "" if error <= most else f"differs from dense by {error:.1%}"
+
+    return check
 
 
 def whole(call: Call, parts: int) -> Tensor:

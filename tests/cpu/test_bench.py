@@ -534,3 +534,12 @@ def test_choices_that_rounding_decides_are_left_out(pattern: str, monkeypatch: p
     monkeypatch.setattr(operands, "ACCUMULATION", 1e-2)
     with pytest.raises(RuntimeError, match="rounding decides too many"):
         sae_problem.Answer(o)
+
+
+def test_a_wrong_or_undefined_output_does_not_agree() -> None:
+    right = torch.ones(4, 4), torch.ones(8)
+    check, call = harness.agrees(lambda i: right, False), lambda i: right
+    assert not check("", call, right)[1]
+    for wrong in (1.03, math.nan, 0.0):
+        # the last of several
+        assert "differs from dense" in check("", call, (right[0], right[1] * wrong))[1]

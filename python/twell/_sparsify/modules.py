@@ -85,8 +85,8 @@ class Deferred:
         now = self._state()
         if now != self._seen and None not in (now, self._seen):
             raise NotImplementedError(
-                "a twell pair computes of the input and the weights of fc1 when its second layer or other code needs "
-                "that, got one that was changed since: compute with what fc1 returns before you change them"
+                "fc1 of a twell pair computes when its result is used: expected its input and its weights as they "
+                "were at the call, got one that was changed since; use the result before you change them"
             )
         self._require_grads()
         return self._x

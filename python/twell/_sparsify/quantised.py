@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -176,11 +176,3 @@ def settle(model: Any) -> None:
         model.ct_decompress_hook.remove()
         del model.ct_decompress_hook
     watch()
-
-
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    """``save_pretrained`` of models that version 0.3 pickled."""
-    raise NotImplementedError("save_pretrained: the model must not be a pickle of version 0.3, got one: load its files")
-
-
-_refuse_own = _refuse

@@ -202,7 +202,9 @@ class Layer:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
+    """Of ``actual`` as a whole; infinite with a NaN, which no order finds."""
+    error = float((actual.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-30))
+    return math.inf if math.isnan(error) else error
 
 
 def sparse_routes(problem: Problem, card: Card) -> tuple[str, ...]:
