@@ -284,10 +284,7 @@ def _prove(
                 )
             return found
         reason = f"it must compute {_formula(form)} with an elementwise activation and nothing else: {found}"
-        reason += _another_order(module, layer, context)
-    if type(module) is nn.Sequential:
-        reason += "; other code may call the parts of an nn.Sequential, so put these three into one of their own"
-    if form.gated or type(module) is nn.Sequential:
+    if form.gated:
         raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
     pairs = [first._replace(kind="pair", attribute=key) for key in _callables(module, form, blocks=True)]
     found = _run(pairs, copies, context) if pairs else "its activation must be an attribute, such as an nn.ReLU"
@@ -303,6 +300,8 @@ def _beyond_a_layer(module: nn.Module, form: Form) -> str:
     """What of a module no layer would have; "" if there is nothing."""
     others = {key: m for key, m in module._modules.items() if m is not None and key not in form.children}
     others = {key: m for key, m in others.items() if type(m) not in (nn.Identity, nn.Dropout)}
+    if type(module) is nn.Sequential:
+        return "it must have code of its own"
     state = [*module._parameters, *module._buffers, *(key for key, m in others.items() if _has_state(m))]
     if state or any("." in child for child in form.children):
         got = [*module._parameters, *module._buffers, *(f"{key} ({type(m).__name__})" for key, m in others.items())]
@@ -373,23 +372,6 @@ def _formula(form: Form) -> str:
     if form.fused:
         return f"{form.down}(act(gate) * up), of the halves of {form.children[0]}(x),"
     return f"{form.down}(act({form.inputs[0]}(x)){f' * {form.inputs[1]}(x)' if form.gated else ''})"
-
-
-def _another_order(module: nn.Module, layer: Candidate, context: Context) -> str:
-    """What is another projection than a form says, if they make a layer in another order; else ""."""
-    form = layer.form
-    for names in itertools.permutations(form.children if not form.fused else ()):
-        tried = Form(names)
-        if names in ((), form.children):
-            continue
-        if isinstance(_run([layer._replace(form=tried)], Copies(module, tried, context.model), context), str):
-            continue
-        given = ", ".join(f'"{name}"' for name in names)
-        remedy = "rename the children" if _misnamed(tried) else f"pass names=({given})"
-        if names[0] == form.children[0]:
-            return f"; its last projection is {names[-1]}, not {form.down}: {remedy}"
-        return f"; its activation is on {names[0]}, not on {form.children[0]}: {remedy}"
-    return ""
 
 
 def _misnamed(form: Form) -> dict[str, str]:

@@ -33,7 +33,6 @@ from twell._sparsify.known import LIKELY, SEQUENCE, Known, known, known_sequence
 from twell._sparsify.modules import (
     GATED,
     PLAIN,
-    Applied,
     FusedGatedMLP,
     GivenGatedMLP,
     NamedGatedMLP,
@@ -100,9 +99,8 @@ def sparsify_(
 
     A module that is a layer as a whole becomes one of ``twell.nn`` with the same children. It stays the same object, so
     every reference to it holds; its own code is gone, and a method of it that was kept elsewhere raises or computes the
-    same. An ``nn.Sequential`` of Linear, activation and Linear alone, ``names=("0", "2")``, is such a module, and can
-    no longer be indexed. In any other block two layers become a pair: the first and the activation leave their work to
-    the second. The block stays.
+    same. In any other block, and in an ``nn.Sequential`` with ``names=("0", "2")``, two layers become a pair: the first
+    and the activation leave their work to the second. The block stays.
 
     Dropout of the hidden state stays: a training pass in which it drops values runs the model's own operators. Linear
     layers of classes of their own stay, too; those that cast their weights to the dtype of x still do.
@@ -213,14 +211,14 @@ def plan(
                 "twell.sparse_ffn or sparse_gated_ffn on them in its forward",
             )
         has = functools.partial(has_children, module)
-        found = [Known(SEQUENCE)] if id(module) in whole else known(module, has)
-        found = found or [Known(group) for group in told if has(group)]
-        if found and found[0].sparse and not getattr(module, found[0].sparse, 0):
+        found = SEQUENCE if id(module) in whole else known(module, has)
+        found = found or next((Known(group) for group in told if has(group)), None)
+        if found and found.sparse and not getattr(module, found.sparse, 0):
             if activation is None:
-                why = f"makes no zeros: its {found[0].sparse} is 0"
+                why = f"makes no zeros: its {found.sparse} is 0"
                 remarks.setdefault(type(module).__name__, f"{label(name, module)} {why}")
                 continue
-            found = [Known(found[0].names)]
+            found = Known(found.names)
         if not found:
             if module in served:
                 continue
@@ -228,12 +226,12 @@ def plan(
                 stacked.append(label(name, module))
             elif likely := _likely(module):
                 unknown.append((label(name, module), likely))
-        elif why := misfit(module, found[0].names):
+        elif why := misfit(module, found.names):
             remarks.setdefault(type(module).__name__, f"{label(name, module)} is no layer: {why}")
         elif filter_fn is not None and not filter_fn(module, name):
             left.append(name)
         else:
-            candidate, of = examine(name, module, found[0], context)
+            candidate, of = examine(name, module, found, context)
             if of is None and activation is None:
                 unlike.append(candidate)
                 if some:
@@ -390,12 +388,6 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     made._linears = tuple(own_code(linear) for linear in linears if type(linear).forward is not nn.Linear.forward)
     made._casts = candidate.casts
     made._dropout = "".join(candidate.dropouts)
-    if type(module) is nn.Sequential:
-        # its children, which code may take from it, stay what they compute
-        parts = {**module._modules, **made._modules}
-        if candidate.was is not None:
-            parts[str(candidate.attribute)] = Applied(candidate.activation).train(module.training)
-        made._modules = {key: parts[key] for key in module._modules}
     return made
 
 
