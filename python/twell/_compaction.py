@@ -528,23 +528,16 @@ def _put(mlp: Any, rows: list[Tensor], compaction: Compaction | None) -> None:
 def _left(mlp: MLP, kept: Tensor, keep_removed: bool) -> tuple[list[Tensor], Compaction]:
     """The rows of the neurons that are kept, and the record of a layer of these."""
     before, rows = _compaction(mlp), [rows for *_, rows in _neurons(mlp)]
-    left, gone = kept.nonzero().flatten(), (~kept).nonzero().flatten()
-    removed = _side_by_side([t.index_select(0, gone.to(t.device)) for t in rows]) if keep_removed else None
+    left = [t.index_select(0, kept.nonzero().flatten().to(t.device)) for t in rows]
     if before is not None:
-        # as indices of the original neurons
-        neurons = before.neurons.cpu()
-        original = torch.zeros(before.kept.numel(), dtype=torch.bool, device="cpu")
-        original[neurons[left]] = True
-        if removed is not None and before.removed is not None:
-            everything = removed.new_empty(original.numel(), removed.shape[1])
-            everything[neurons[gone]] = removed
-            everything[~before.kept.cpu()] = before.removed.to(removed)
-            removed = everything[~original]
-        else:
-            removed = None
-        kept = original
-    compaction = Compaction(kept.to(rows[0].device), removed)
-    return [t.index_select(0, left.to(t.device)) for t in rows], compaction
+        # of the original neurons
+        original = before.kept.cpu()
+        kept = original.masked_scatter(original, kept)
+        keep_removed = keep_removed and before.removed is not None
+        rows = _all(mlp) if keep_removed else rows
+    gone = (~kept).nonzero().flatten()
+    removed = _side_by_side([t.index_select(0, gone.to(t.device)) for t in rows]) if keep_removed else None
+    return left, Compaction(kept.to(left[0].device), removed)
 
 
 def _side_by_side(rows: list[Tensor]) -> Tensor:

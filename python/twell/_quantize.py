@@ -8,7 +8,7 @@ from torch import nn
 from twell._arguments import require
 from twell._float8_mlp import Float8MLP
 from twell._plain import HOOKS
-from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP, NamedMLP, SparseDown, put_pair
+from twell._sparsify.modules import NamedGatedMLP, NamedMLP, SparseDown, put_pair
 from twell._sparsify.quantised import Stored
 from twell._sparsify.quantised import layer as quantised_layer
 from twell._sparsify.replace import Model
@@ -69,10 +69,6 @@ def _quantised(model: nn.Module, name: str, layer: SparseFFN, granularity: Granu
 
 def _beyond(model: nn.Module, name: str, layer: SparseFFN) -> str:
     """What a layer is or does that a ``Float8MLP`` would not; "" if nothing."""
-    if isinstance(layer, FusedGatedMLP):
-        return "gate and up in one projection"
-    if layer._given:
-        return "one whose gate the model's own code makes, which has no e4m3: quantise other parts of the model"
     if type(layer) not in (SparseGatedMLP, SparseMLP, NamedGatedMLP, NamedMLP, SparseDown):
         return f"a {type(layer).__name__}"
     # of a pair both are modules of a block

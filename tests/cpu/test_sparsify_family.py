@@ -4,7 +4,6 @@ import copy
 import logging
 import re
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -158,7 +157,11 @@ def forward(self, x):
 @pytest.mark.parametrize(
     ("form", "names", "why"),
     [
-        (lambda: Gated(n=K), ("up_proj", "gate_proj", "down_proj"), r"compute down_proj\(act\(up_proj\(x\)\) \* gate_pr"),
+        (
+            lambda: Gated(n=K),
+            ("up_proj", "gate_proj", "down_proj"),
+            r"compute down_proj\(act\(up_proj\(x\)\) \* gate_pr",
+        ),
         (lambda: Told(), ("b", "a"), "no layer: its projections must go from K to N|must compute a|it must compute"),
         (
             lambda: written(UP_IS_GATE, Gated, {})(),

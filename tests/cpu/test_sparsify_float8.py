@@ -203,7 +203,6 @@ def in_4_bits(model: Any) -> None:
             lambda model: model.model.embed_tokens.half(),
             "has weights in e4m3, so the model must be in bfloat16, got torch.float16",
         ),
-        (lambda model: setattr(model, "quantization_method", "awq"), "got a model quantised by awq: load a checkpoint"),
     ],
 )
 def test_what_is_refused(on_a_gpu: None, tmp_path: Path, change: Any, why: str) -> None:

@@ -308,7 +308,7 @@ def put(name: str, make: Callable[[Any], object]) -> Callable[[Any], None]:
         (
             Gated,
             lambda m: m.up_proj.register_parameter("scale", nn.Parameter(torch.ones(1))),
-            "up_proj must have a weight and a bias alone, got bias, scale, weight",
+            r"up_proj must have a weight \[264, 32\] and a bias alone, .* got .*; scale, a Parameter \[1\]",
         ),
         (Gated, put("norm", lambda _: nn.LayerNorm(K)), r"got beside them act_fn \(ReLU\), norm \(LayerNorm\)"),
         (Wi, put("dropout", lambda _: nn.Sequential(nn.Dropout(0.1))), "it draws random numbers, as a dropout does"),
@@ -324,9 +324,17 @@ def put(name: str, make: Callable[[Any], object]) -> Callable[[Any], None]:
         (
             Gated,
             lambda m: setattr(m.up_proj, "weight", Quantised(m.up_proj.weight.data)),
-            r"up_proj\.weight must be a plain nn\.Parameter, got Quantised: call sparsify_",
+            r"up_proj must have a weight .*, got weight, a Quantised \[264, 32\]; bias, .*: call sparsify_ before",
         ),
         (Block, lambda m: setattr(m.fc1.bias, "data", m.fc1.bias.bfloat16()), r"fc1\.bias must be torch\.float32"),
+        *(
+            (
+                form,
+                lambda m, name=name: setattr(m.get_submodule(name).weight, "data", torch.empty(0)),
+                r"\[0\].* ZeRO-3",
+            )
+            for form, name in ((Gated, "gate_proj"), (Block, "fc1"))
+        ),
         (Block, lambda m: m.fc1.register_forward_hook(print), "forward_hooks on fc1"),
         (Block, lambda m: m.activation_fn.register_forward_hook(print), "forward_hooks on activation_fn"),
         (Block, put("forward", lambda f: lambda x: f(x)), "a forward set on the instance"),

@@ -18,7 +18,6 @@ import twell  # noqa: E402
 from twell import recipe  # noqa: E402
 from twell._sparsify import layers  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
-from twell.integrations import transformers as integration  # noqa: E402
 from twell.integrations.transformers import load, sparsify  # noqa: E402
 from twell.nn import SparseMLP  # noqa: E402
 
@@ -484,15 +483,6 @@ def moved(model: Any, **fields: Any) -> Any:
     return model
 
 
-def test_what_sparsify_refuses() -> None:
-    model = stock("llama")
-    model.quantization_method = "awq"
-    with pytest.raises(ValueError, match="got a model quantised by awq: load a checkpoint in bfloat16 or in"):
-        sparsify(model)
-    with pytest.raises(ValueError, match="2 layers of twell are there already"):
-        sparsify(sparsify(stock("llama")))
-
-
 def stored(folder: Path) -> dict[str, Tensor]:
     return {key: t for file in folder.glob("*.safetensors") for key, t in safetensors_torch.load_file(file).items()}
 
@@ -640,19 +630,6 @@ def test_other_heads_of_files_of_0_3(tmp_path: Path) -> None:
         store(dense, folder, of_0_3("llama", **changes))
         with pytest.raises(ValueError, match=r"transformers\.load reads it"):
             auto.from_pretrained(folder)
-
-
-def test_removed_names_say_what_to_call() -> None:
-    for name in ("SparseLlamaConfig", "SparseLlamaForCausalLM", "SparseQwen2ForSequenceClassification"):
-        kind = "Llama" if "Llama" in name else "Qwen2"
-        said = rf"{name} is gone: .*transformers\.load\(folder\) .*sparsify\({kind}ForCausalLM\({kind}Config\("
-        with pytest.raises(ImportError, match=said):
-            getattr(integration, name)
-    with pytest.raises(ImportError, match="SparseLlamaModel is gone"):
-        from twell.integrations.transformers import SparseLlamaModel  # type: ignore[attr-defined] # noqa: F401
-    with pytest.raises(ImportError, match="name_activation is gone: save_pretrained writes"):
-        _ = integration.name_activation
-    assert not hasattr(integration, "SparseGPT")
 
 
 OWN_CODE = """

@@ -4,7 +4,7 @@ import inspect
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -425,23 +425,21 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
             "than peft must be merged first, and quantised layers be in e4m3 as transformers has them, weight-only by "
             f"bitsandbytes or torchao, or be loaded in bfloat16; {LEAVE_OUT}"
         )
-    got = {key: type(p) for key, p in linear._parameters.items() if type(p) not in (nn.Parameter, type(None))}
-    if got:
-        raise TypeError(
-            f"{where}.{next(iter(got))} must be a plain nn.Parameter, got {next(iter(got.values())).__name__}: call "
-            f"sparsify_ before sharding or quantising; {LEAVE_OUT}"
-        )
-    if linear._parameters.keys() != {"weight", "bias"} or linear._buffers or linear._modules or linear.weight is None:
-        names = sorted([*linear._parameters, *linear._buffers, *linear._modules])
-        raise TypeError(f"{where} must have a weight and a bias alone, got {', '.join(names)}; {LEAVE_OUT}")
     _require_forward(where, linear)
     weight: Tensor = linear.weight
-    if hasattr(weight, "ds_id") or list(weight.shape) != [linear.out_features, linear.in_features]:
-        raise ValueError(
-            f"{where}.weight must be [{linear.out_features}, {linear.in_features}], got {list(weight.shape)}: where "
-            "DeepSpeed's ZeRO-3 has partitioned it, load the model in a new process without deepspeed.zero.Init, which "
-            "replaces F.linear for good, and call sparsify_ before deepspeed.initialize, with ZeRO-1 or 2; "
-            f"{LEAVE_OUT}"
+    parts = {**linear._parameters, **linear._buffers, **linear._modules}
+    plain = parts.keys() == {"weight", "bias"} and {type(p) for p in parts.values()} <= {nn.Parameter, type(None)}
+    if (
+        not plain
+        or hasattr(weight, "ds_id")
+        or list(getattr(weight, "shape", ())) != [linear.out_features, linear.in_features]
+    ):
+        shown = (f"{key}, a {type(p).__name__} {list(getattr(p, 'shape', ()))}" for key, p in parts.items())
+        raise TypeError(
+            f"{where} must have a weight [{linear.out_features}, {linear.in_features}] and a bias alone, as plain "
+            f"nn.Parameters, got {'; '.join(shown)}: call sparsify_ before sharding, quantising and "
+            "deepspeed.initialize. What DeepSpeed's ZeRO-3 has partitioned must be loaded in a new process without "
+            f"deepspeed.zero.Init, which replaces F.linear for good, and trained by ZeRO-1 or 2; {LEAVE_OUT}"
         )
     if linear.bias is not None and linear.bias.dtype != weight.dtype:
         raise TypeError(f"{where}.bias must be {weight.dtype} as its weight, got {linear.bias.dtype}; {LEAVE_OUT}")
@@ -485,7 +483,7 @@ def _require_plain(where: str, module: nn.Module, form: Form, strategy: str) -> 
             )
 
 
-def _require_one(where: str, what: str, weights: list[Tensor]) -> None:
+def _require_one(where: str, what: str, weights: Iterable[Tensor]) -> None:
     found = sorted({str(getattr(weight, what)) for weight in weights})
     if len(found) > 1:
         raise ValueError(f"{where} must have its weights on one {what}, got {' and '.join(found)}; {LEAVE_OUT}")

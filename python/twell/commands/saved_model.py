@@ -31,10 +31,6 @@ _PIECE = 1 << 20
 # What commands with the option advise for a model whose activation makes no zeros.
 ACTIVATION_OPTION = "Here that is --activation relu"
 
-# Names of files of a saved model and its tokenizer.
-_WEIGHTS = ("*.safetensors", "*.bin")
-_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-
 # How a model whose activation makes no zeros gets some.
 TRAINING = "examples/relufy.py of twell's repository trains the model to FATReLU or ReLU"
 
@@ -134,8 +130,6 @@ def load(
     """
     folder = local(arguments.model)
     content = configuration(folder)
-    _require_files(folder, "weights", _WEIGHTS)
-    _require_files(folder, "a tokenizer", _TOKENIZERS)
     device = pick_device(arguments.device)
     # before the slow part
     for path in arguments.text:
@@ -147,8 +141,6 @@ def load(
         from twell.integrations import transformers as integration
     except ImportError as error:
         raise ImportError(f"{error}. Reading models needs transformers: pip install 'twell[hf]'") from error
-    with _reading(folder, "a configuration"):
-        integration.read_configuration(folder, {"local_files_only": True})
     with _reading(folder, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with _reading(folder, "a model"):
@@ -193,7 +185,7 @@ def _replaced(planned: _sparsify.Plan) -> str:
 
 # What the name of a model on the Hub looks like; the files that are read, and others of such names.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_FILES = ("*.json", "*.safetensors", *_TOKENIZERS)
+_FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "*.model", "*.tiktoken")
 _NOT_FILES = ("*/*", "consolidated*")
 
 
@@ -235,12 +227,6 @@ def configuration(folder: Path) -> dict[str, Any]:
     if not isinstance(content.get("model_type"), str):
         raise RequestError(f"MODEL: expected a model_type in {str(path)!r}, got none")
     return content
-
-
-def _require_files(folder: Path, what: str, names: Sequence[str]) -> None:
-    """Raise RequestError unless the folder has a file of one of the names."""
-    if not any(file.is_file() for name in names for file in folder.glob(name)):
-        raise RequestError(f"MODEL: expected {what} in {str(folder)!r} ({names[0]} or the like), got none")
 
 
 @contextmanager

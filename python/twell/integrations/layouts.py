@@ -8,7 +8,7 @@ config.json or in the metadata of its safetensors file.
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -79,6 +79,21 @@ def as_stock(content: Mapping[str, Any]) -> dict[str, Any]:
     if stated not in _configuration.OF_SPARSE:
         fields["hidden_act"] = "relu"
     return fields
+
+
+def register(model_type: str, stock: Any, fields_of: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+    """Let the Auto classes of transformers read configurations of a model type as a stock class's; return the reader.
+
+    fields_of: the fields of the stock class, of the content of a file.
+    """
+
+    def from_dict(cls: Any, config_dict: Mapping[str, Any], /, **kwargs: Any) -> Any:
+        return stock.from_dict({**fields_of(config_dict), "model_type": stock.model_type}, **kwargs)
+
+    own = {"model_type": model_type, "from_dict": classmethod(from_dict)}
+    reader = type(f"{stock.__name__}Of_{model_type}", (stock,), own)
+    sys.modules["transformers"].AutoConfig.register(model_type, reader, exist_ok=True)
+    return reader
 
 
 def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:

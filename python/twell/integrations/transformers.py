@@ -26,9 +26,9 @@ before it, and after it run dense or raise.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -63,9 +63,8 @@ __all__ = ["SparsityCallback", "load", "sparsify"]
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
-# Methods of quantisation that may have weights in e4m3, and others that may have weights which a call can dequantise.
-OF_E4M3 = ("fp8", "compressed-tensors")
-_OF_OTHERS = ("bitsandbytes", "torchao")
+# Methods of quantisation that may have weights in e4m3.
+_OF_E4M3 = ("fp8", "compressed-tensors")
 
 # The ends of names that scales of quantised weights have in files.
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
@@ -108,20 +107,12 @@ def sparsify(
     experts stacked in one tensor, whose activation is of the family as it is: they run ``twell.sparse_experts``, by
     ``strategy`` "auto", "dense" or "row". Their down weights are laid by rows if the model is in ``eval`` mode.
 
-    Raises TypeError or ValueError and changes nothing: as ``twell.sparsify_``, and for a model that is quantised by
-    another method than "fp8", "compressed-tensors", "bitsandbytes" and "torchao".
+    Raises TypeError or ValueError and changes nothing, as ``twell.sparsify_``.
     """
     outer, model = model, _within_peft(model)
     if not isinstance(model, PreTrainedModel):
         got = f"got {type(model).__name__}; compile it afterwards, and use twell.sparsify_ for other modules"
         raise TypeError(f"sparsify: model must be a transformers.PreTrainedModel, {got}")
-    method = getattr(model, "quantization_method", None)
-    if method is not None and method not in (*OF_E4M3, *_OF_OTHERS):
-        raise ValueError(
-            f"sparsify: weights must be in 16 bits, in e4m3 by {' or '.join(OF_E4M3)}, or weight-only by "
-            f"{' or '.join(_OF_OTHERS)}, got a model quantised by {getattr(method, 'value', method)}: load a "
-            "checkpoint in bfloat16 or in such a format"
-        )
     experts = [each for name, each in stacked.found(model) if filter_fn is None or filter_fn(each, name)]
     try:
         planned = _sparsify.plan(model, filter_fn, activation, strategy, names, experts)
@@ -314,7 +305,7 @@ def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> O
     own = {} if own_code else _configuration.as_stock(config)
     entries = _record.read(config)
     stored = getattr(config, "quantization_config", None)
-    if dequantize and isinstance(stored, dict) and stored.get("quant_method") in OF_E4M3:
+    if dequantize and isinstance(stored, dict) and stored.get("quant_method") in _OF_E4M3:
         config.quantization_config = stored | {"dequantize": True}
     options |= {"config": config, "output_loading_info": True}
     if causal is None:
@@ -430,35 +421,18 @@ def give(layer: Any, activation: Activation) -> None:
     layer.threshold = activation.threshold
 
 
-def _reader_of(model_type: str, stock: Any) -> Any:
-    """What lets the Auto classes open files of twell 0.3 in the stock class."""
-
-    def from_dict(cls: Any, content: dict[str, Any], /, **kwargs: Any) -> Any:
-        fields = layouts.as_stock(content)
-        layout, size = fields.pop(layouts.LAYOUT_KEY), fields["intermediate_size"]
-        # shapes tell the layout of others, and the files of square ones may
-        by_rows = layout == "rows" or (layout is None and size == fields.get("hidden_size"))
-        if by_rows or not fields.get(layouts.UNGATED_KEY, True):
-            raise ValueError(f"{model_type} with rows or without a gate: {__name__}.load reads it")
-        return stock.from_dict(fields, **kwargs)
-
-    return type(f"{stock.__name__}Of03", (stock,), {"model_type": model_type, "from_dict": classmethod(from_dict)})
+def _fields_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the stock class of a configuration whose files that class reads. Raises ValueError for others."""
+    fields = layouts.as_stock(content)
+    layout, size = fields.pop(layouts.LAYOUT_KEY), fields["intermediate_size"]
+    # shapes tell the layout of others, and the files of square ones may
+    by_rows = layout == "rows" or (layout is None and size == fields.get("hidden_size"))
+    if by_rows or not fields.get(layouts.UNGATED_KEY, True):
+        raise ValueError(f"{content.get('model_type')} with rows or without a gate: {__name__}.load reads it")
+    return fields
 
 
-_READERS = {_STOCK[name]: _reader_of(own, _STOCK[name]) for name, (own, _) in layouts.SPARSE.values()}
-for _reader in _READERS.values():
-    AutoConfig.register(_reader.model_type, _reader, exist_ok=True)
+_READERS = {
+    _STOCK[stock]: layouts.register(own, _STOCK[stock], _fields_of) for stock, (own, _) in layouts.SPARSE.values()
+}
 _record.watch()
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name == "name_activation":
-            raise ImportError(f"{name} is gone: save_pretrained writes the activation that the layers have")
-        removed = re.fullmatch(r"Sparse(Llama|Qwen2)(Config|Model|For\w+)", name)
-        if removed is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        new = f"sparsify({removed[1]}ForCausalLM({removed[1]}Config(hidden_act='relu')))"
-        # an AttributeError of an import is not shown
-        raise ImportError(f"{name} is gone: {__name__}.load(folder) reads its files, and {new} makes a new model")

@@ -115,21 +115,11 @@ def _is_served(config: Any) -> bool:
 
 def read_configurations() -> None:
     """Let transformers read configurations of sparse models as the stock model's, with all their keys."""
-    for stock, model_types in SPARSE.values():
-        for model_type in model_types:
-            _read_as(model_type, stock)
-
-
-def _read_as(model_type: str, stock: str) -> None:
     import transformers
 
-    base = getattr(transformers, stock)
-
-    def from_dict(cls: Any, config_dict: dict[str, Any], /, **kwargs: Any) -> Any:
-        return base.from_dict({**config_dict, "model_type": base.model_type}, **kwargs)
-
-    reader = type(f"{stock}Of_{model_type}", (base,), {"model_type": model_type, "from_dict": classmethod(from_dict)})
-    transformers.AutoConfig.register(model_type, reader, exist_ok=True)
+    for stock, model_types in SPARSE.values():
+        for model_type in model_types:
+            layouts.register(model_type, getattr(transformers, stock), dict)
 
 
 def is_sparse(config: Any) -> bool:
