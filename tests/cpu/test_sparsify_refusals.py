@@ -54,7 +54,7 @@ Gated: y differs by .* in torch.float32, training mode, with gradients
     return 1.001 * super().forward(x)
 Gated: y differs by .*, of
     return x + super().forward(x)
-Gated: its activation is on up_proj, not on gate_proj.*rename the children
+Gated: it must compute down_proj.act.gate_proj.x.. . up_proj.x.. with an elementwise activation
     return self.down_proj(self.gate_proj(x) * self.act_fn(self.up_proj(x)))
 Gated: y differs by .* for x .2, 12, K. times 100000 in torch.float32
     return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=6000) * self.up_proj(x))
