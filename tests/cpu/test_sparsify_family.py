@@ -14,35 +14,8 @@ from torch import nn
 
 import twell
 from twell import recipe
-from twell._sparsify import FusedGatedMLP, NamedGatedMLP, NamedMLP, layers, sparsify_
+from twell._sparsify import layers, sparsify_
 from twell.distributed import SparseMLPParallel
-from twell.nn import SparseGatedMLP
-
-
-def test_layers_of_other_names_are_of_the_same_kinds() -> None:
-    made = [
-        *layers(take(nn.Sequential(*map(model, ("relu2", "w1 w3 w2", "fused", "wi wo"))), strategy="union")).values()
-    ]
-    assert [type(layer) for layer in made] == [SparseGatedMLP, NamedGatedMLP, FusedGatedMLP, NamedMLP]
-    for layer in made:
-        assert layer.up_proj.weight.shape == (N, K)
-        assert layer.down_proj.weight.shape == (K, N)
-        before = layer.down_proj.weight.detach().clone()
-        layer.reset_parameters()
-        assert not torch.equal(layer.down_proj.weight, before)
-    twell.nn.set_down_layout(made[2], "rows")
-    assert made[2].down_proj.weight.stride() == (1, K)
-
-
-@pytest.mark.parametrize("form", ["fused", "w1 w3 w2", "wi wo"])
-def test_hooks_on_projections_of_other_names_make_the_layer_dense(form: str) -> None:
-    m = take(model(form), strategy="union")
-    expected, seen = m(tokens()), []
-    (layer,) = layers(m).values()
-    for child in layer.children():
-        child.register_forward_hook(lambda *_: seen.append(1))
-    torch.testing.assert_close(m(tokens()), expected)
-    assert len(seen) == len(list(layer.children()))
 
 
 @pytest.mark.parametrize("form", ["fused, up first", "w1 w3 w2"])

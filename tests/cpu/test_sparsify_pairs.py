@@ -1,12 +1,8 @@
 """Pairs: two linear layers of a larger block, of which the second computes both where nothing else needs the first."""
 
 import copy
-import gc
 import logging
-import threading
-import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
@@ -339,35 +335,6 @@ def test_code_between_the_layers_sees_tensors() -> None:
             torch.float32,
             torch.float32,
         )
-
-
-def test_threads_share_a_pair() -> None:
-    dense = nn.Sequential(Residual())
-    sparse = take(copy.deepcopy(dense))
-    xs = [torch.randn(3, K) for _ in range(4)]
-    apart = threading.Barrier(len(xs))
-    # all threads are between the layers at once
-    sparse[0].act.forward = lambda x, of=sparse[0].act.forward: (apart.wait(60), of(x))[1]
-
-    def work(x: Tensor) -> None:
-        expected = dense(x)
-        for _ in range(3):
-            with torch.no_grad():
-                torch.testing.assert_close(sparse(x), expected)
-
-    with ThreadPoolExecutor(len(xs)) as threads:
-        list(threads.map(work, xs))
-
-
-def test_a_block_is_freed_with_its_pair() -> None:
-    m = take(nn.Sequential(Residual()))
-    block = weakref.ref(m[0])
-    gc.disable()
-    try:
-        del m
-        assert block() is None
-    finally:
-        gc.enable()
 
 
 def test_what_runs_dense_is_told(caplog: pytest.LogCaptureFixture) -> None:
