@@ -44,12 +44,11 @@ class Deferred:
 
     The pair's own ``fc2`` takes ``x`` and runs as a layer. All other code, by an operator or an attribute, gets the
     tensor that it would get without twell, and ``fc2`` runs on what that code returns: so nothing that is put between
-    or around the layers needs to be known. x: the input of ``fc1``. act: the activation; None before it. cast: the
-    dtype that it is to have.
+    or around the layers needs to be known. x: the input of ``fc1``. act: the activation; None before it.
     """
 
-    def __init__(self, up: DeferredUp, x: Any, before: Any = None, act: Any = None, cast: Any = None) -> None:
-        self._up, self._x, self._act, self._cast = up, x, act, cast
+    def __init__(self, up: DeferredUp, x: Any, before: Any = None, act: Any = None) -> None:
+        self._up, self._x, self._act = up, x, act
         # a wrapper around fc1 may exchange them for the time of its call
         of: tuple[Any, Any] = (up.weight, up.bias) if before is None else (before._weight, before._bias)
         self._weight, self._bias = of
@@ -109,8 +108,7 @@ class Deferred:
         if why and not _modes.compiling():
             warn_once(f"a twell pair runs dense: {why} uses what its fc1 or its activation returns")
         y = self._up.product(self.taken(), self._weight, self._bias)
-        y = y if self._act is None else activated(self._act, y)
-        self._made = y if self._cast is None else y.to(self._cast)
+        self._made = y if self._act is None else activated(self._act, y)
         return self._made
 
     @classmethod
@@ -130,8 +128,6 @@ class Deferred:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tensor."""
-        if self._cast is not None:
-            return self._cast  # type: ignore[no-any-return]
         plain = self._x.dtype if self._up._casts else self._weight.dtype
         return _modes.product_dtype(plain, self._weight.device.type)
 
@@ -146,15 +142,10 @@ class Deferred:
         return torch.Size((*self._x.shape[:-1], self._weight.shape[0]))
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a tensor; still deferred where nothing changes, or ``fc2`` casts it back under autocast."""
+        """As of a tensor; still deferred where nothing changes."""
         moved = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        if moved.device == self.device and self._made is None:
-            if moved.dtype == self.dtype:
-                return self
-            wider = torch.promote_types(moved.dtype, self.dtype) == moved.dtype
-            if wider and self._cast is None and torch.is_autocast_enabled(self.device.type):
-                return Deferred(self._up, self.taken(), self, self._act, moved.dtype)
-        return self.value("to").to(*args, **kwargs)
+        same = (moved.dtype, moved.device) == (self.dtype, self.device)
+        return self if same and self._made is None else self.value("to").to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -183,7 +174,7 @@ rshift irshift getitem setitem delitem contains len iter reversed bool float int
 for _name in _OPERATORS.split():
     setattr(Deferred, f"__{_name}__", _of_tensor(f"__{_name}__"))
 
-_OWN = frozenset({"_up", "_x", "_act", "_cast", "_weight", "_bias", "_seen", "_grads", "_made"})
+_OWN = frozenset({"_up", "_x", "_act", "_weight", "_bias", "_seen", "_grads", "_made"})
 _DROPOUTS, _ACTIVATIONS = (F.dropout, torch.dropout), (torch.relu, F.relu, torch.square)
 
 

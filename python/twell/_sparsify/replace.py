@@ -62,13 +62,11 @@ _STACKED = (
 class Plan(NamedTuple):
     """The candidates for ``apply``, the names that ``filter_fn`` left out, and what else stays as it is.
 
-    stacked: modules that hold stacked experts. unknown: a sentence about modules of unknown classes. remarks: why
-    modules with the right names are no layers.
+    unknown: a sentence about modules of unknown classes. remarks: why modules that look like layers are none.
     """
 
     candidates: list[Candidate]
     left: list[str]
-    stacked: list[str]
     unknown: str
     remarks: list[str]
 
@@ -199,7 +197,6 @@ def plan(
     candidates: list[Candidate] = []
     left: list[str] = []
     unlike: list[Candidate] = []
-    stacked: list[str] = []
     unknown: list[tuple[str, tuple[str, ...]]] = []
     remarks: dict[str, str] = {}
     whole = {id(m._modules.get(known_sequence(m))) for m in model.modules() if known_sequence(m)}
@@ -223,7 +220,7 @@ def plan(
             if module in served:
                 continue
             if holds_stacked_experts(module):
-                stacked.append(label(name, module))
+                remarks.setdefault(_STACKED, f"{label(name, module)}: {_STACKED}")
             elif likely := _likely(module):
                 unknown.append((label(name, module), likely))
         elif why := misfit(module, found.names):
@@ -238,7 +235,7 @@ def plan(
                     continue
                 raise ValueError(_explain_activation(candidate))
             candidates.append(_with_activation(candidate, of, activation))
-    planned = Plan(candidates, left, stacked, _about_unknown(unknown, told), list(remarks.values()))
+    planned = Plan(candidates, left, _about_unknown(unknown, told), list(remarks.values()))
     if unlike and not candidates and not served:
         raise ValueError(_explain_activation(unlike[0]))
     if unlike:
@@ -334,8 +331,6 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         logger.info(
             "layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model"
         )
-    if planned.stacked:
-        logger.info("%s: %s", _STACKED, ", ".join(planned.stacked[:3]))
     if planned.unknown:
         logger.warning("%s", planned.unknown)
     if planned.remarks:
@@ -445,8 +440,6 @@ def _nothing_found(model: nn.Module, planned: Plan) -> str:
         )
     if already := layers(model):
         text += f"; {len(already)} layers of twell are there already, as {next(iter(already)) or 'the model itself'!r}"
-    if planned.stacked:
-        text += f"; {planned.stacked[0]}: {_STACKED}"
     if planned.unknown:
         text += f"; {planned.unknown}"
     return "; ".join([text, *planned.remarks[:3]])

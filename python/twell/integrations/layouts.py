@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 from twell import _configuration
 from twell._runtime import geometry
@@ -147,33 +147,20 @@ def down_layout(
     """The layout of a down weight of ``shape``, in a layer of ``hidden`` inputs and ``intermediate`` neurons.
 
     ``config`` is the checkpoint's configuration, or another mapping that may hold the marker ``LAYOUT_KEY``, and
-    ``of_file`` the marker of the weight's file. Raises ValueError if the shape is neither [hidden, intermediate] nor
-    [intermediate, hidden], if it contradicts a marker, if markers differ, or if it is square and has none: nothing is
-    guessed.
+    ``of_file`` the marker of the weight's file. Raises ValueError unless the shape, with the markers that there are,
+    is that of one layout: nothing is guessed of a square weight.
     """
-    got, marker = list(shape), (config or {}).get(LAYOUT_KEY)
-    if marker and of_file and marker != of_file:
-        raise ValueError(
-            f"{LAYOUT_KEY} must be the same in the configuration and in the file's metadata, got {marker!r} and "
-            f"{of_file!r}"
-        )
-    marker = of_file if marker is None else marker
-    if marker not in (None, *LAYOUTS):
-        raise ValueError(f'{LAYOUT_KEY} must be "linear" or "rows", got {marker!r}')
+    marked = [marker for marker in ((config or {}).get(LAYOUT_KEY), of_file) if marker is not None]
     shapes: dict[Any, list[int]] = {"linear": [hidden, intermediate], "rows": [intermediate, hidden]}
-    found: list[DownLayout] = [layout for layout, each in shapes.items() if each == got]
-    if not found:
-        raise ValueError(f"the down weight must be {shapes['linear']} (linear) or {shapes['rows']} (rows), got {got}")
-    if marker is None and len(found) > 1:
+    fitting = [layout for layout in LAYOUTS if shapes[layout] == list(shape)]
+    found = [layout for layout in fitting if all(marker == layout for marker in marked)]
+    if len(found) != 1:
         raise ValueError(
-            f'a square down weight {got} may be stored either way: expected {LAYOUT_KEY} "linear" or "rows" in '
-            "the configuration, got none"
+            f"the down weight must be {shapes['linear']} (linear) or {shapes['rows']} (rows), as {LAYOUT_KEY} in the "
+            f"configuration or in the file's metadata says of a square one, got {list(shape)}, and there "
+            f"{' and '.join(map(repr, marked)) or 'none'}"
         )
-    if marker not in (None, *found):
-        raise ValueError(
-            f"{LAYOUT_KEY} is {marker!r}, so the down weight must be {shapes[marker]}, got {got} ({found[0]})"
-        )
-    return found[0] if marker is None else cast("DownLayout", marker)
+    return found[0]
 
 
 def intermediate_size(config: Mapping[str, Any]) -> int | None:
