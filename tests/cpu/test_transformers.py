@@ -15,7 +15,6 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import twell  # noqa: E402
-from twell import recipe  # noqa: E402
 from twell._sparsify import layers  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
 from twell.integrations.transformers import load, sparsify  # noqa: E402
@@ -366,29 +365,6 @@ def test_a_part_keeps_its_activation(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "config.json").read_text())
     text, vision = content["text_config"], content["vision_config"]
     assert (text["hidden_act"], text["hidden_act_param"], vision["hidden_act"]) == ("fatrelu", 0.5, "gelu")
-
-
-def test_a_trained_threshold_is_saved_for_each_model_of_a_wrapper(tmp_path: Path) -> None:
-    """In the middle of the training, too."""
-    parts = {"teacher": stock("llama", hidden_act="silu"), "a": sparsify(stock("llama")), "b": sparsify(stock("opt"))}
-    both = torch.nn.ModuleDict(parts).train()
-    recipe.record_aux(both, inputs=True)
-    target = recipe.TargetThreshold(both, nnz=8, steps=10)
-    for step in range(2):
-        both.train()
-        out(both["a"])
-        out(both["b"])
-        target.term(both).backward()
-        target.update()
-        threshold = target.settle() if step else target.read()["threshold"]
-        for name in "ab":
-            parts[name].save_pretrained(tmp_path / name)
-            loaded = load(tmp_path / name)
-            assert loaded.config.hidden_act_param == threshold > 0
-            assert torch.equal(out(loaded.eval()), out(parts[name].eval()))
-            with pytest.raises(KeyError, match="fatrelu"):
-                type(loaded).from_pretrained(tmp_path / name)
-    assert parts["teacher"].config.hidden_act == "silu"
 
 
 @pytest.mark.parametrize(
