@@ -239,17 +239,6 @@ def _known_pair(
 ) -> tuple[Candidate, Activation | None]:
     """As ``examine``, for a block of a class whose code is known: it is not run."""
     act = operator.attrgetter(known.attribute)(module)
-    if not callable(act) or (isinstance(act, nn.Module) and _has_state(act)):
-        kind = type(act).__name__
-        raise ValueError(f"{where}: {known.attribute} must be an activation without state, got {kind}; {LEAVE_OUT}")
-    for part in (child.partition(".")[0] for child in form.children if "." in child):
-        owner: Any = module._modules[part]
-        # the table knows the classes of both children by the block's
-        if type(owner).__module__ not in {base.__module__ for base in type(module).__mro__}:
-            kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
-            raise ValueError(f"{where}: {part} must be of the model's own classes, got {kind}; {LEAVE_OUT}")
-        _require_forward(f"{where}: {part}", owner)
-        _require_unhooked(where, {part: owner})
     _require_unhooked(where, {known.attribute: act})
     candidate = Candidate(name, module, form, "pair", known.attribute, RELU, _kind(act), known.dropouts)
     dtype: Any = module.get_submodule(form.down).weight.dtype

@@ -99,11 +99,12 @@ def known(module: nn.Module, names_of: Any) -> Known | None:
         return _GIVEN[name]
     if root == _TRANSFORMERS and name.endswith(_LAYER_ENDS):
         return next((Known(names) for names in _LAYERS if names_of(names)), None)
-    return next((each for each in _PAIRS if root and names_of(each.names) and _has(module, each.attribute)), None)
+    return next((each for each in _PAIRS if root and names_of(each.names) and _applies(module, each.attribute)), None)
 
 
-def _has(module: Any, attribute: str) -> bool:
-    return functools.reduce(lambda part, key: getattr(part, key, None), attribute.split("."), module) is not None
+def _applies(module: Any, attribute: str) -> bool:
+    """Whether an attribute, perhaps of a child, is something that code calls."""
+    return callable(functools.reduce(lambda part, key: getattr(part, key, None), attribute.split("."), module))
 
 
 def known_sequence(module: nn.Module) -> str:
