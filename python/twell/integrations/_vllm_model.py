@@ -155,21 +155,23 @@ def _of_transformers(model: nn.Module) -> dict[str, FFN | str]:
             # a server drops nothing
             module.p = 0.0
     for name, module in model.named_modules():
-        for likely in known(module, functools.partial(candidates.has_children, module)):
-            try:
-                candidate, activation = candidates.examine(name, module, likely, context)
-            except (TypeError, ValueError) as error:
-                where, remedy = candidates.label(name, module), f"; {candidates.LEAVE_OUT}"
-                found[name] = str(error).replace(where, type(module).__name__).removesuffix(remedy)
-                continue
-            form, act = candidate.form, candidate.attribute
-            if activation is None:
-                continue
-            if form.fused or act is None:
-                what = "gate and up in one projection" if form.fused else "its activation in its code"
-                found[name] = f"{type(module).__name__} has {what}"
-            else:
-                found[name] = FFN("" if form.gated else form.inputs[0], act, form.down, activation)
+        likely = known(module, functools.partial(candidates.has_children, module))
+        if likely is None or candidates.misfit(module, likely.names):
+            continue
+        try:
+            candidate, activation = candidates.examine(name, module, likely, context)
+        except (TypeError, ValueError) as error:
+            where, remedy = candidates.label(name, module), f"; {candidates.LEAVE_OUT}"
+            found[name] = str(error).replace(where, type(module).__name__).removesuffix(remedy)
+            continue
+        form, act = candidate.form, candidate.attribute
+        if activation is None:
+            continue
+        if form.fused or act is None:
+            what = "gate and up in one projection" if form.fused else "its activation in its code"
+            found[name] = f"{type(module).__name__} has {what}"
+        else:
+            found[name] = FFN("" if form.gated else form.inputs[0], act, form.down, activation)
     return found
 
 

@@ -73,12 +73,18 @@ def as_stock(content: Mapping[str, Any]) -> dict[str, Any]:
     if fields.get(UNGATED_KEY, True):
         fields.pop(UNGATED_KEY, None)
     fields |= {LAYOUT_KEY: content.get(LAYOUT_KEY), "intermediate_size": intermediate_size(content)}
-    stated = activation(content)
-    if stated not in (None, "relu", *_configuration.OF_SPARSE):
-        warn_once(f"the layers of a sparse model apply ReLU; the configuration says {stated!r}, which is ignored")
-    if stated not in _configuration.OF_SPARSE:
+    if said := ignored(content):
+        warn_once(said)
+    if activation(content) not in _configuration.OF_SPARSE:
         fields["hidden_act"] = "relu"
     return fields
+
+
+def ignored(content: Mapping[str, Any]) -> str:
+    """What is wrong with the activation that a sparse model's configuration names; "" if nothing."""
+    stated = activation(content)
+    known = stated in (None, "relu", *_configuration.OF_SPARSE)
+    return "" if known else f"the layers apply ReLU; the configuration says {stated!r}, which is ignored"
 
 
 def register(model_type: str, stock: Any, fields_of: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:

@@ -135,17 +135,14 @@ def correct(config: Any) -> str:
     """
     text = config.get_text_config()
     content = text.to_dict()
-    if not content.get("sparsity_gated_mlp", True):
+    if not content.get(layouts.UNGATED_KEY, True):
         raise NotImplementedError("layers served through twell must have a gate, got sparsity_gated_mlp = False")
     if (size := layouts.intermediate_size(content)) is not None:
         text.intermediate_size = size
-    stated = layouts.activation(content)
-    if stated in ("relu", *_configuration.OF_SPARSE) or not is_sparse(config):
-        return ""
-    for key in _configuration.NAMES:
-        if isinstance(content.get(key), str):
-            setattr(text, key, "relu")
-    return f"the layers apply ReLU; the configuration says {stated!r}, which is ignored"
+    said = layouts.ignored(content) if is_sparse(config) else ""
+    if said:
+        text.hidden_act = "relu"
+    return said
 
 
 def union(figures: layouts.LayerFigures, m: int) -> float:
