@@ -315,7 +315,7 @@ FORMS = {
     "own linear": Form(lambda: OfOwnLinears(Squared()), activation="relu2"),
     "casting": Form(lambda: OfOwnLinears(Squared(), CastLinear), activation="relu2"),
     "split": Form(Split, "1.output.dense"),
-    "sequence": Form(sequence, "1.2"),
+    "sequence": Form(sequence),
     "encoder, relu2": Form(lambda: encoder_layer(Squared()), "1.linear2", "relu2"),
     "told": Form(lambda: Told(Squared()), activation="relu2"),
 }

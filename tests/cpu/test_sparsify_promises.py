@@ -1,6 +1,7 @@
 """What ``sparsify_`` promises of the model around its layers: trials leave it alone, and references to it hold."""
 
 import copy
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -118,14 +119,36 @@ def test_trials_need_no_memory_for_the_neurons_of_a_layer(form: Any) -> None:
     assert 64 * 256 < largest.numbers < 64 * 1024
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2"])
-def test_parts_of_a_sequence_compute_what_they_did(activation: Any) -> None:
-    m: Any = nn.Sequential(nn.Sequential(nn.Linear(K, N), nn.SiLU(), nn.Linear(N, K)))
+class Walking(nn.Module):
+    """Calls parts of its own nn.Sequential."""
+
+    def __init__(self, walk: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.net, self.walk = nn.Sequential(nn.Linear(K, N), nn.SiLU(), nn.Linear(N, K)), walk
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) + self.walk(self.net, x).mean()
+
+
+WALKS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "index": lambda net, x: net[0](x),
+    "children": lambda net, x: nn.Sequential(*list(net.children())[:-1])(x),
+    "old forward": lambda net, x: nn.Sequential.forward(net, x),
+    "whole": lambda net, x: net(x),
+}
+
+
+@pytest.mark.parametrize(("walk", "activation"), zip(WALKS, itertools.cycle(("relu", "relu2"))))
+def test_parts_of_a_sequence_are_right_or_an_error(walk: str, activation: Any) -> None:
+    m: Any = Walking(WALKS[walk])
     dense = copy.deepcopy(m)
-    dense[0][1] = nn.ReLU() if activation == "relu" else type("Squared", (nn.Module,), {"forward": _squared})()
-    assert list(layers(take(m, activation=activation))) == ["0.2"]
-    for walk in (lambda net: net[0](tokens()) + 1, lambda net: net[:2](tokens()).sum(), lambda net: net(tokens())):
-        torch.testing.assert_close(walk(m[0]), walk(dense[0]))
+    dense.net[1] = nn.ReLU() if activation == "relu" else type("Squared", (nn.Module,), {"forward": _squared})()
+    assert list(layers(take(m, activation=activation))) == ["net"]
+    if walk in ("children", "whole"):
+        torch.testing.assert_close(m(tokens()), dense(tokens()))
+        return
+    with pytest.raises(TypeError, match="NamedMLP"):
+        m(tokens())
 
 
 def _squared(self: nn.Module, x: Tensor) -> Tensor:

@@ -273,7 +273,9 @@ def _prove(
                 )
             return found
         reason = f"it must compute {_formula(form)} with an elementwise activation and nothing else: {found}"
-    if form.gated:
+    if type(module) is nn.Sequential:
+        reason += "; other code may call the parts of an nn.Sequential, so put these three into one of their own"
+    if form.gated or type(module) is nn.Sequential:
         raise ValueError(f"{where} cannot be run sparse: {reason}; {LEAVE_OUT}")
     pairs = [first._replace(kind="pair", attribute=key) for key in _callables(module, form, blocks=True)]
     found = _run(pairs, copies, context) if pairs else "its activation must be an attribute, such as an nn.ReLU"
@@ -289,8 +291,6 @@ def _beyond_a_layer(module: nn.Module, form: Form) -> str:
     """What of a module no layer would have; "" if there is nothing."""
     others = {key: m for key, m in module._modules.items() if m is not None and key not in form.children}
     others = {key: m for key, m in others.items() if type(m) not in (nn.Identity, nn.Dropout)}
-    if type(module) is nn.Sequential:
-        return "it must have code of its own"
     state = [*module._parameters, *module._buffers, *(key for key, m in others.items() if _has_state(m))]
     if state or any("." in child for child in form.children):
         got = [*module._parameters, *module._buffers, *(f"{key} ({type(m).__name__})" for key, m in others.items())]

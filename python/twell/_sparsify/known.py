@@ -58,8 +58,8 @@ _GIVEN = {
     "RwkvFeedForward": Known(("key", "value"), hidden=True),
 }
 
-# An nn.Sequential of Linear, activation and Linear, and the owners of one.
-SEQUENCE = Known(("0", "2"), "1")
+# An nn.Sequential of Linear, activation and Linear that its owner calls as a whole.
+SEQUENCE = Known(("0", "2"))
 _SEQUENCES = {"EncoderLayer": "ffn"}
 
 # Children of which a module of another class may be a layer; to say so is all that is done with it.

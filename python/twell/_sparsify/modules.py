@@ -418,6 +418,17 @@ def put_pair(
         block.activation_relu_or_gelu = 0
 
 
+class Applied(nn.Module):
+    """An activation in the place of another one in a replaced ``nn.Sequential``, which runs it no longer."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation.hidden(self.activation.after(x), None)
+
+
 class _Renamed(SparseFFN):
     """A layer whose projections are children of other names, ``_names``."""
 

@@ -33,6 +33,7 @@ from twell._sparsify.known import LIKELY, SEQUENCE, Known, known, known_sequence
 from twell._sparsify.modules import (
     GATED,
     PLAIN,
+    Applied,
     FusedGatedMLP,
     GivenGatedMLP,
     NamedGatedMLP,
@@ -97,8 +98,9 @@ def sparsify_(
 
     A module that is a layer as a whole becomes one of ``twell.nn`` with the same children. It stays the same object, so
     every reference to it holds; its own code is gone, and a method of it that was kept elsewhere raises or computes the
-    same. In any other block, and in an ``nn.Sequential`` with ``names=("0", "2")``, two layers become a pair: the first
-    and the activation leave their work to the second. The block stays.
+    same. An ``nn.Sequential`` of Linear, activation and Linear alone, ``names=("0", "2")``, is such a module, and can
+    no longer be indexed. In any other block two layers become a pair: the first and the activation leave their work to
+    the second. The block stays.
 
     Dropout of the hidden state stays: a training pass in which it drops values runs the model's own operators. Linear
     layers of classes of their own stay, too; those that cast their weights to the dtype of x still do.
@@ -383,6 +385,12 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     made._linears = tuple(own_code(linear) for linear in linears if type(linear).forward is not nn.Linear.forward)
     made._casts = candidate.casts
     made._dropout = "".join(candidate.dropouts)
+    if type(module) is nn.Sequential:
+        # its children, which code may take from it, stay what they compute
+        parts = {**module._modules, **made._modules}
+        if candidate.was is not None:
+            parts[str(candidate.attribute)] = Applied(candidate.activation).train(module.training)
+        made._modules = {key: parts[key] for key in module._modules}
     return made
 
 
