@@ -44,7 +44,8 @@ nitpick_ignore_regex = [
     # imported from torch, type variables, options of overloads, and what autodoc calls an alias in a union
     (
         r"py:class",
-        r"Tensor|twell\._compaction\.Module|twell\.strategy\.tables\.Table|twell\.testing\.\w+\._T|TypeAliasForwardRef|_\w+Options",
+        r"Tensor|twell\._compaction\.Module|twell\._sparsify\.replace\.Model|twell\._analyze\.experts\.ExpertsSparsity|"
+        r"twell\.choose\.cards\.Card|twell\._activation\.Activation|twell\.testing\.\w+\._T|TypeAliasForwardRef|_\w+Options",
     ),
     # documented as data, which only Sphinx 9 finds for a type
     (r"py:class", r"(twell\.\w+\.)?(Strategy|DownLayout|Normalisation)"),

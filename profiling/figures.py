@@ -88,21 +88,6 @@ def eager(rows: Sequence[Row], *ways: str) -> dict[str, list[str]]:
     return columns
 
 
-def layers() -> str:
-    """Forward passes and training steps of the layers by "auto" beside dense."""
-    columns: list[tuple[str, list[str]]] = []
-    for op, said in OPS.items():
-        rows = [measured(name, op) for name in LAYERS]
-        columns.append((f"{said}, ms: dense / twell", [both(row) for row in rows]))
-        columns.append(("speed-up", [gain(row) for row in rows]))
-        columns += eager(rows, "queued").items()
-    counts = [f"{measured(name, 'ffn')['nnz']:.0f}" for name in LAYERS]
-    names = [f"`{name}`" for name in LAYERS]
-    header, cells = zip(*columns)
-    lines = list(zip(names, counts, *cells, strict=True))
-    return markdown(["workload", "non-zeros", *header], "lr" + "r" * len(columns), lines)
-
-
 def layers_of(op: str) -> str:
     """The layers in one kind of call, with the strategy that "auto" ran."""
     rows = [measured(name, op) for name in LAYERS]
@@ -149,7 +134,7 @@ def headline() -> str:
         f"in CUDA graphs{eagerly} (geometric means of five)\n"
         f"- Models of {names[0]} to {names[-1]} with random weights and such sparsity, without graphs: "
         f"**{min(gains):.1f}x to {max(gains):.1f}x**\n"
-        f"- [Layers on an {there}](docs/gpus.md#on-an-{there.lower()}), version {version_of(OTHER_FILE)}: "
+        f"- [Layers on an {there}](docs/install.md#on-an-{there.lower()}), version {version_of(OTHER_FILE)}: "
         f"{other[0]:.1f}x forward and {other[1]:.1f}x in training"
     )
 
@@ -221,8 +206,8 @@ def few_by_share() -> str:
             continue
         layer = f"{row['k']:,} / {row['n']:,}{', gate' if row['gated'] else ''}, {row['share']:.0%}"
         before, after = row["us"]["dense"], row["us"]["auto"]
-        cells[layer, str(row["m"])] = f"{before:.1f} / {after:.1f}, **{before / after:.2f}**"
-    return pivot("dense / twell, us", cells) + where("decode")
+        cells[layer, str(row["m"])] = f"{after:.0f}, **{before / after:.2f}**"
+    return pivot("us, speed-up", cells) + where("decode")
 
 
 def overfull() -> str:
@@ -404,16 +389,22 @@ def change(before: float, now: float) -> str:
     return f"{round(100 * (now / before - 1), 1) + 0.0:+.1f} %"
 
 
-def models(names: Sequence[str] = ()) -> str:
-    """The faster dense and sparse variants of models of the paper's sizes, or of these, without LM head."""
-    found = [each for each in pairs(timed(configurations())) if each[1]["op"] != "logits"]
-    return models_of([each for each in found if not names or each[1]["config"] in names])
-
-
-def some_models() -> str:
-    """The smallest and the largest of them."""
-    names = [each["config"] for run in configurations() for each in run["models"]]
-    return models([names[0], names[-1]])
+def models() -> str:
+    """The faster dense and sparse variants of models of the paper's sizes, without LM head."""
+    said = labels()
+    rows = []
+    for theirs, ours in pairs(timed(configurations())):
+        if ours["op"] == "logits":
+            continue
+        cells = [said[ours["config"]], PASSES[ours["op"]]]
+        cells += [f"{theirs['ms']:.0f} / {ours['ms']:.0f}", f"**{theirs['ms'] / ours['ms']:.2f}**"]
+        for key, scale, form in (("mj_per_token", 1, ".2f"), ("peak_bytes", 1e9, ".1f")):
+            # energy is not always measured
+            both = [row[key] / scale for row in (theirs, ours) if row.get(key)]
+            cells.append(" / ".join(f"{value:{form}}" for value in both))
+        rows.append(cells)
+    header = ["model (non-zeros)", "pass", "ms: dense / twell", "speed-up", "mJ per token", "peak GB"]
+    return markdown(header, "llrrrr", rows)
 
 
 def labels(non_zeros: bool = True) -> dict[str, str]:
@@ -424,21 +415,6 @@ def labels(non_zeros: bool = True) -> dict[str, str]:
             counted = f" ({statistics.fmean(each['non_zeros']):.0f})" if non_zeros else ""
             said[each["config"]] = f"{each['config']}{counted}"
     return said
-
-
-def models_of(found: Sequence[tuple[Row, Row]]) -> str:
-    said = labels()
-    rows = []
-    for theirs, ours in found:
-        cells = [said[ours["config"]], PASSES[ours["op"]]]
-        cells += [f"{theirs['ms']:.0f} / {ours['ms']:.0f}", f"**{theirs['ms'] / ours['ms']:.2f}**"]
-        for key, scale, form in (("mj_per_token", 1, ".2f"), ("peak_bytes", 1e9, ".1f")):
-            # energy is not always measured
-            both = [row[key] / scale for row in (theirs, ours) if row.get(key)]
-            cells.append(" / ".join(f"{value:{form}}" for value in both))
-        rows.append(cells)
-    header = ["model (non-zeros)", "pass", "ms: dense / twell", "speed-up", "mJ per token", "peak GB"]
-    return markdown(header, "llrrrr", rows)
 
 
 def beside_paper() -> str:

@@ -58,7 +58,7 @@ ALL = (
     _one(
         "auto",
         'layers by "auto": forward, training, decoding, errors, memory',
-        "headline, layers, forward, training, errors, decode, memory; chart speedup",
+        "headline, forward, training, errors, memory, beside others; chart speedup",
         AUTO,
         160,
     ),
@@ -143,14 +143,14 @@ ALL = (
     _one(
         "paper_configs",
         "models of 0.5B and 1B, random weights",
-        "headline, models, some models, beside the paper",
+        "headline, models, beside the paper",
         f"{BENCH} model --config 0.5B 1B --energy --json $OUT",
         340,
     ),
     _one(
         "paper_configs_large",
         "a model of 1.5B, whose training step needs 83 GB",
-        "headline, models, some models, beside the paper",
+        "headline, models, beside the paper",
         f"{BENCH} model --config 1.5B --ops forward train --rounds 4 --json $OUT",
         160,
     ),

@@ -224,9 +224,67 @@ def adapted() -> str:
     return markdown(header, "lllrr", rows) + f"\n\n{machine(result('adapters'))}"
 
 
+def beside_others() -> str:
+    """How many times as fast twell is as other ways, the least and the most of what was timed."""
+    layers = [figures.measured(name, op) for op in figures.OPS for name in figures.LAYERS]
+    few = [row["us"]["dense"] / row["us"]["auto"] for row in result("decode")["rows"] if row["m"] <= 16]
+    fp8 = [(float8.fastest(case, float8.DENSE), case['"auto"']) for case in float8.cases(result("float8")["rows"])]
+    paper = [row["ms"] for row in result("paper_code")["rows"] if not row["wrong"]]
+    own = [row for row in result("sae")["rows"] if row["variant"] == '"auto"']
+    lora = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
+    mixture = [row["over_grouped"] for row in result("experts")["rows"] if row["variant"] == '"auto"']
+    steps: dict[tuple[str, int], dict[str, float]] = {}
+    for name in ("engine_small", "engine_large"):
+        for row in result(name)["rows"]:
+            if row["step_ms"] and row["sequences"] <= 64:
+                steps.setdefault((name, row["sequences"]), {})[row["engine"]] = row["step_ms"]
+    served = [times["stock"] / times["auto"] for times in steps.values()]
+    kinds = "graph", "queued"
+    rows: list[tuple[str, str, list[list[float]]]] = [
+        (
+            "dense layer, the faster of eager and `torch.compile`",
+            "`auto`: 2 recorded and 5 drawn layers, 14 to 919 non-zeros of 5,632, 16,384 tokens, forward and training",
+            [[row[key] for row in layers] for key in ("speedup_dense", "queued_speedup", "waited_speedup")],
+        ),
+        ("the same, few tokens", "`decode`: drawn, 1 to 100 % fire, 1 to 16 tokens", [few]),
+        (
+            "dense fp8 layer, `torch._scaled_mm`",
+            "`float8`: e4m3, the first five of these layers, 16,384 tokens",
+            [[dense[key] / auto[key] for dense, auto in fp8] for key in ("us", "queued_us")],
+        ),
+        ("`torch.nn.functional.grouped_mm`", "`experts`: drawn, 9.3 % fire, 1 to 1,024 sequences", [mixture]),
+        (
+            "dense autoencoder, the faster of eager and compiled",
+            "`sae`: drawn, 60 non-zeros of 16,384 to 262,144, forward and training",
+            [[row[key] for row in own] for key in ("over_dense", "queued_over_dense")],
+        ),
+        (
+            "LoRA of peft, the faster of eager and compiled",
+            "`adapters`: drawn, 29 non-zeros of 5,632, 16,384 tokens, forward and training",
+            [[row["gain"] for row in lora if row["how"] == kind] for kind in kinds],
+        ),
+        (
+            "vLLM without twell, a whole step",
+            "`engine_small`, `engine_large`: drawn, 0.5 % fire, 1 to 64 sequences, the GPU's time",
+            [served],
+        ),
+        (
+            "the paper's code, where it was right",
+            "`paper_code`: the layers of the first row, forward and training",
+            [[], *([ms[way]["paper"] / ms[way]["twell"] for ms in paper] for way in ("queued", "waited"))],
+        ),
+    ]
+    cells = []
+    for other, what, found in rows:
+        spans = [f"{min(each):.2f} to {max(each):.2f}" if each else "" for each in found]
+        cells.append([other, what, *spans, *[""] * (3 - len(spans))])
+    table = markdown(["other way", "what was timed", "in graphs", "eager, queued", "waited for"], "llrrr", cells)
+    elsewhere = ", ".join(f"`{name}`" for name in ("experts", "adapters") if figures.gpu_of(name) != "H200")
+    return f"{table}\n\nOn an H200{f', {elsewhere} on an H100' if elsewhere else ''}."
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": figures.headline,
-    "layers": figures.layers,
     "forward": lambda: figures.layers_of("ffn"),
     "training": lambda: figures.layers_of("train"),
     "errors": figures.errors,
@@ -244,8 +302,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "most non-zeros": most_nonzeros,
     "several GPUs": figures.several_gpus,
     "models": figures.models,
-    "some models": figures.some_models,
     "beside the paper": figures.beside_paper,
+    "beside others": beside_others,
     "portable calls": portable_calls,
     "adapters": adapted,
     "engine large": lambda: engine("engine_large"),

@@ -9,10 +9,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Modules of docs/api, and the commands of docs/command-line.md.
+# Modules of docs/api.md, and the commands of docs/command-line.md.
 MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed")
-# characters of arguments in a table of names
-LONGEST = 40
 COMMANDS = ("demo", "info", "tune", "analyze", "serve-check")
 
 
@@ -109,25 +107,15 @@ def names(module: str) -> str:
 
 
 def arguments(thing: Any) -> str:
-    """The parameters of a function or class with their defaults, without types; "" for one that shows none.
-
-    Where that is long, the parameters that a call must give, then "..."; where they are too many, "..." alone.
-    """
+    """The parameters of a function or class with their defaults, without types; "" for one that shows none."""
     try:
         signature = inspect.signature(thing)
     except ValueError:
         return ""
-    empty = inspect.Parameter.empty
-    plain = [each.replace(annotation=empty) for each in signature.parameters.values()]
+    # "**gone" are options that raise
+    plain = [each.replace(annotation=each.empty) for each in signature.parameters.values() if each.name != "gone"]
     text = str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
-    if " object at 0x" in text:
-        return ""
-    if len(text) > LONGEST:
-        optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        given = [each.name for each in plain if each.default is empty and each.kind not in optional]
-        short = f"({', '.join([*given, '...'])})" if len(given) < len(plain) else text
-        text = short if len(short) <= 2 * LONGEST else "(...)"
-    return text.replace("|", "\\|")
+    return "" if " object at 0x" in text else text.replace("|", "\\|")
 
 
 def said(docstring: str) -> str:

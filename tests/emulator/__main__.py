@@ -1,4 +1,4 @@
-"""Random checks of compiled kernels on the emulator, for some time; see docs/notes/emulator.md.
+"""Random checks of compiled kernels on the emulator, for some time; see docs/develop.md.
 
     python -m tests.emulator --seconds 600
     python -m tests.emulator --seed 1 --first 37 --seconds 0    # one case again

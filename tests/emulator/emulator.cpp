@@ -1,5 +1,5 @@
 // Runs the instructions of ptx.py on a CPU, a warp at a time, and stands in for the CUDA runtime that a compiled host
-// wrapper calls. One library holds this file and one kernel's wrapper; see launch.py and docs/notes/emulator.md.
+// wrapper calls. One library holds this file and one kernel's wrapper; see launch.py and docs/develop.md.
 //
 // A few clusters run at a time, and the next begins when one has ended. A round gives each of their warps a turn; in a
 // turn a warp runs instructions until it waits or the turn is over. A schedule says how many clusters run, how long turns

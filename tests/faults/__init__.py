@@ -1,1 +1,1 @@
-"""Seeded faults: small defects of the product that the tests must find; see docs/notes/testing.md."""
+"""Seeded faults: small defects of the product that the tests must find; see docs/develop.md."""

@@ -270,7 +270,7 @@ def requirement(was: str, shapes: Sequence[Shape], calls: Sequence[Call], card: 
     limits = {shape: [most_nonzeros(shape, call, card) for call in calls] for shape in dict.fromkeys(shapes)}
     most_work = max(limits, key=lambda shape: shapes.count(shape) * shape[1] * shape[2] * (2 + shape[0]))
     yield f"{len(shapes)} FFN layers with {was}, which makes no zeros. To gain, the model takes ReLU in its place and"
-    yield "training (docs/relufy.md, arXiv 2310.04564), until its tokens have so many non-zeros at most:"
+    yield "training (docs/training.md, arXiv 2310.04564), until its tokens have so many non-zeros at most:"
     lines = [["layer", *map(str, calls)]]
     for (gated, k, n), limit in limits.items():
         cells = [f"{most:,}{searched(most, n)} ({as_percent(most / n)})" if most else "never" for most in limit]
