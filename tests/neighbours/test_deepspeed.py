@@ -64,7 +64,7 @@ def test_partitioned_weights_are_refused_by_name(kind: str, deepspeed: Any) -> N
     message = (
         rf"{weight} must have a weight \[64, 32\] .*, got weight, .* \[0\].*ZeRO-3 has partitioned.* in a new process"
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError, match=message):
         twell_hf.sparsify(model)
 
 
