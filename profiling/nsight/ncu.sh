@@ -4,7 +4,7 @@
 # Measures the kernels of operators on a named workload with Nsight Compute (speed of light, memory, scheduler, warp
 # states, launch, occupancy) and prints the mean of each figure by kernel.
 #
-#   profiling/nsight/ncu.sh gate_pack,up_down --workload topic29
+#   profiling/nsight/ncu.sh gate_pack,union --workload topic29
 #   profiling/nsight/ncu.sh weight_grad --workload topic29 -o build/ncu/weight_grad
 #   profiling/nsight/ncu.sh train --kernel gathered --launch-skip 1 --launch-count 1
 #

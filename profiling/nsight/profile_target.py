@@ -1,7 +1,7 @@
 """The program that nsys.sh and ncu.sh profile: a few warmed-up calls of operators on a named workload.
 
-    python -m profiling.nsight.profile_target up_down --workload topic29
-    python -m profiling.nsight.profile_target gate_pack,up_down,train_backward --m 4096 --trace trace.json
+    python -m profiling.nsight.profile_target union --workload topic29
+    python -m profiling.nsight.profile_target gate_pack,union,train_backward --m 4096 --trace trace.json
 
 Profilers record between cudaProfilerStart and cudaProfilerStop: --calls calls of each operator, in a range "profile OP"
 of domain "twell". The name of a kernel stands for the operator that launches it. "auto" has settled by then.
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import twell
 from profiling.bench import workloads
@@ -48,14 +47,9 @@ def gate_pack(p: FFN, compression: int, strategy: Any) -> Call:
     return lambda: ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)
 
 
-def reader(read: Callable[[FFN, Tensor, Tensor, int], object]) -> Callable[[FFN, int, Any], Call]:
-    """Calls of an operator that reads a packed gate."""
-
-    def build(p: FFN, compression: int, strategy: Any) -> Call:
-        words, spill, _ = ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)
-        return lambda: read(p, words, spill, compression)
-
-    return build
+def unpack(p: FFN, compression: int, strategy: Any) -> Call:
+    words, spill, _ = ops.gate_pack(p.x, p.w_gate, p.b_gate, compression)
+    return lambda: ops.unpack(words, spill, p.w_gate.shape[0], compression)
 
 
 def layer(gated: bool) -> Callable[[FFN, int, Any], Call]:
@@ -90,10 +84,8 @@ def reglu(p: FFN, compression: int, strategy: Any) -> Call:
 
 OPS: dict[str, Callable[[FFN, int, Any], Call]] = {
     "gate_pack": gate_pack,
-    "up_down": reader(lambda p, w, s, c: ops.up_down(p.x, w, s, p.w_up, p.w_down, p.b_up, p.b_down, c)),
     "union": lambda p, compression, strategy: layer(gated=True)(p, compression, "union"),
-    "down": reader(lambda p, w, s, c: ops.up_down(None, w, s, None, p.w_down, None, p.b_down, c)),
-    "unpack": reader(lambda p, w, s, c: ops.unpack(w, s, p.w_gate.shape[0], c)),
+    "unpack": unpack,
     "ffn": layer(gated=True),
     "sparse_ffn": layer(gated=False),
     "train": step(gated=True),

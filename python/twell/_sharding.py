@@ -26,8 +26,8 @@ A layer
     than its neighbours. The collectives lie outside and are the same for all.
 
 Operators
-    Operators that work token by token take tokens sharded on dimension 0 and replicated weights: ``unpack`` and
-    ``up_down``, and also ``gate_pack`` and ``ffn`` if every shard is a multiple of the 8 or 128 tokens that share an
+    Operators that work token by token take tokens sharded on dimension 0 and replicated weights: ``unpack``,
+    and also ``gate_pack`` and ``ffn`` if every shard is a multiple of the 8 or 128 tokens that share an
     element of their statistics or a tile. Anything else is replicated first, which is
     right and slow. ``reglu`` takes any sharding. The operators of training return tensors of a whole batch. They refuse
     DTensors and name the function to call.
@@ -317,10 +317,6 @@ def _unpack(words: Any, spill: Any, n: int, compression: int) -> _Rules:
     return _by_token(1, (True, True, False, False), (words, spill, n, compression))
 
 
-def _up_down(x: Any, *rest: Any) -> _Rules:
-    return _by_token(2, (True, True, True, *[False] * (len(rest) - 2)), (x, *rest))
-
-
 def _ffn(x: Any, *rest: Any) -> _Rules:
     return _by_token(1, (True, *[False] * len(rest)), (x, *rest), _whole_blocks(x, geometry.TOKEN_TILE))
 
@@ -347,7 +343,6 @@ def _refuse(*operands: Any) -> _Rules:
 for _op, _rules in (
     (ops.gate_pack, _gate_pack),
     (ops.unpack, _unpack),
-    (ops.up_down, _up_down),
     (ops.ffn, _ffn),
     (ops.ffn_aux, _ffn_aux),
     ([ops.reglu, ops.reglu_backward], _reglu),

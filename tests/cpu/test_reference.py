@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from twell import ops, reference, testing
-from twell._activation import ActivationName
 from twell._runtime import geometry
 
 BF16 = torch.bfloat16
@@ -53,18 +52,14 @@ def test_nan_and_negative_zero() -> None:
     assert (words[0, 1:3] & 0xFFFF).tolist() == [1, 3]
 
 
-def test_up_down_by_hand() -> None:
+def test_a_layer_by_hand() -> None:
     x, w_gate = gate_problem(torch.tensor([[2.0, 0.0, 3.0] + [-1.0] * 5]))
     w_up, w_down = torch.arange(64.0).view(8, 8).to(BF16), torch.ones(8, 8, dtype=BF16)
-    words, spill, _ = ops.gate_pack(x, w_gate, None, 4)
     # x picks column 0 of w_up: 0 for neuron 0, 16 for neuron 2; the biases make these 1 and 17
     bias = torch.ones(8, dtype=BF16)
-    y, l1 = ops.up_down(x, words, spill, w_up, w_down, bias, 2 * bias, 4)
-    assert y.tolist() == [[2 * 1 + 3 * 17 + 2.0] * 8]
-    assert l1.tolist() == [53.0]
-    y, l1 = ops.up_down(None, words, spill, None, w_down, None, 2 * bias, 4)
-    assert y.tolist() == [[7.0] * 8]
-    assert l1.tolist() == [5.0]
+    for biases, up, y, l1 in (((None, bias, 2 * bias), w_up, 2 + 3 * 17 + 2, 53), ((None, None, 2 * bias), None, 7, 5)):
+        found = ops.ffn_aux(x, w_gate, up, w_down, *biases, 4, "row", None)
+        assert [t.tolist() for t in found] == [[[y] * 8], l1, 2]
 
 
 def test_thresholds_by_neuron_by_hand() -> None:
@@ -113,15 +108,3 @@ def test_window_equals_the_reference(dtype: torch.dtype) -> None:
     for actual, expected in zip(ops.window(gate, *given), (near, counts), strict=True):
         testing.assert_same(actual, expected)
     testing.assert_same(gate, kept)
-
-
-@pytest.mark.parametrize("activation", ["relu", "relu2", "drelu"])
-def test_the_layer_behind_a_packed_gate(activation: ActivationName) -> None:
-    p = testing.integer_problem(21, 16, 264, density=0.3, biases="gate up down", activation="relu2")
-    words, spill, _ = ops.gate_pack(p.x, p.w_gate, p.b_gate, 8)
-    y, l1 = ops.up_down(p.x, words, spill, p.w_up, p.w_down, p.b_up, p.b_down, 8, activation)
-    testing.assert_same(y, testing.exact_output(p, activation=activation))
-    assert p.b_up is not None
-    gate, up = testing.float64_gate(p).float(), p.x.float() @ p.w_up.float().t() + p.b_up.float()
-    up = up.relu() if activation == "drelu" else up.abs()
-    testing.assert_same(l1, ((gate.square() if activation == "relu2" else gate) * up).sum(1))

@@ -36,20 +36,14 @@ def token_by_token(device: torch.device) -> None:
     for m, block in ((256, 128), (130, 1), (1, 1)):
         t = layer(m)
         words, spill, _ = ops.gate_pack(t["x"], t["w_gate"], t["b_gate"], COMPRESSION)
-        rest = (t["w_up"], t["w_down"], t["b_up"], None, COMPRESSION)
         whole = (*(t[name] for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")), None)
         answers: dict[str, tuple[Any, tuple[Any, ...], int]] = {
             "gate_pack": (ops.gate_pack, (t["x"], t["w_gate"], t["b_gate"], COMPRESSION), 64),
             "unpack": (ops.unpack, (words, spill, NEURONS, COMPRESSION), 1),
-            "up_down": (ops.up_down, (t["x"], words, spill, *rest), 1),
             "ffn": (ops.ffn, (*whole, COMPRESSION, "union", None), 128),
             # sums over all tokens: nothing is sharded
             "ffn_aux": (ops.ffn_aux, (*whole, COMPRESSION, "row", None), 512),
-            "up_down, plain": (
-                *(ops.up_down, (t["x"], words, spill, None, t["w_down"], None, t["b_down"], COMPRESSION), 1),
-            ),
             "gate_pack, fatrelu": (ops.gate_pack, (t["x"], t["w_gate"], t["b_gate"], COMPRESSION, 2.0), 64),
-            "up_down, drelu": (ops.up_down, (t["x"], words, spill, *rest, "drelu"), 1),
             "ffn, fatrelu": (ops.ffn, (*whole, COMPRESSION, "union", None, "fatrelu", 2.0), 128),
             "ffn_aux, relu2": (ops.ffn_aux, (*whole, COMPRESSION, "row", None, "relu2"), 512),
             "reglu, relu2": (ops.reglu, (t["x"], t["x"] + 1, "relu2"), 1),

@@ -48,10 +48,10 @@ def test_packed_gate(m: int, compression: int) -> None:
     dense = ops.unpack(words, spill, 65536, compression)
     assert repeated(dense, gate)
     del dense
-    y, _ = ops.up_down(x, words, spill, block.w_up, block.w_down, None, None, compression)
-    assert repeated(y, testing.exact_output(block))
-    y, _ = ops.up_down(None, words, spill, None, block.w_down, None, None, compression)
-    assert repeated(y, testing.exact_output(block, gated=False))
+    del words, spill
+    for gated in (True, False):
+        y = testing.sparse_output(block._replace(x=x), gated=gated, compression=compression)
+        assert repeated(y, testing.exact_output(block, gated=gated))
 
 
 @BY_NAME

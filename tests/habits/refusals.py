@@ -116,7 +116,6 @@ def packed() -> Arguments:
 
 
 LAYER = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
-BEHIND = ("x", "w_up", "w_down", "b_up", "b_down")
 
 
 def of_transformers(name: str) -> Callable[..., Any]:
@@ -218,7 +217,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     ),
     "ops.gate_pack": (operator("gate_pack"), operands("x", "w_gate", "b_gate", compression=8)),
     "ops.unpack": (operator("unpack"), lambda: packed() | {"n": N}),
-    "ops.up_down": (operator("up_down"), lambda: operands(*BEHIND)() | packed()),
     "ops.ffn": (operator("ffn"), operands(*LAYER, compression=8, strategy="row", site=None)),
     "ops.hybrid_forward": (operator("hybrid_forward"), operands(*LAYER, compression=8)),
     "layouts.measured": (

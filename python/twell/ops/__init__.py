@@ -13,7 +13,6 @@ from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.matrix_transpose import matrix_transpose
 from twell.ops.reglu import reglu, reglu_backward
 from twell.ops.unpack import unpack
-from twell.ops.up_down import up_down
 from twell.ops.window import window
 
 __all__ = [
@@ -28,6 +27,5 @@ __all__ = [
     "reglu",
     "reglu_backward",
     "unpack",
-    "up_down",
     "window",
 ]

@@ -23,12 +23,11 @@ _LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call
 # TMA and 16-byte vector loads: row stride in 16-bit elements.
 STRIDE_MULTIPLE = 8
 
-# Operands in schemas: those of a layer, its activation, and those of the operators behind ``gate_pack`` after their x.
+# Operands in schemas: those of a layer, and its activation.
 LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
 # The same where a gate may be given in place of the first projection.
 ABSENT = LAYER.replace("Tensor x, Tensor w_gate", "Tensor? x, Tensor? w_gate")
 ACTIVATION = 'str activation="relu", float threshold=0.0'
-PACKED = "Tensor words, Tensor spill, Tensor? w_up, Tensor w_down, Tensor? b_up, Tensor? b_down"
 
 # Dtypes that TwELL stores, and those that the operators of training take on the CPU.
 STORED_DTYPES = tuple(getattr(torch, name) for name in specs.DTYPES)
@@ -63,11 +62,6 @@ def register(
     # what ``help`` shows: the docstring of the operator's file
     overload.__doc__ = f"{sys._getframe(1).f_globals['__doc__']}\n{overload._schema}"
     return overload  # type: ignore[no-any-return]
-
-
-def grouped(kind: Callable[..., Any]) -> Callable[[Implementation], Implementation]:
-    """Make ``implementation(operands, ...)`` a function of a schema's arguments: ``LAYER``, or x and ``PACKED``."""
-    return lambda implementation: lambda *given: implementation(kind(*given[:7]), *given[7:])
 
 
 def _complete(overload: torch._ops.OpOverload, instead: str, implementation: Implementation) -> Implementation:
@@ -383,19 +377,3 @@ def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype)
         raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
     if tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-
-
-def check_packed(words: Tensor, spill: Tensor, m: int, n: int, compression: int, dtype: torch.dtype) -> None:
-    """Raise unless ``words`` and ``spill`` are those of ``m`` rows of ``n`` neurons with gates of ``dtype``."""
-    tiles = geometry.tiles(n)
-    for name, tensor, width, expected in (
-        ("words", words, tiles * geometry.words_per_tile(compression), torch.int32),
-        ("spill", spill, tiles * geometry.TILE, dtype),
-    ):
-        if tensor.shape != (m, width):
-            raise ValueError(
-                f"{name} must be [{m}, {width}] for {m} rows of {n} neurons at compression {compression}, "
-                f"got {list(tensor.shape)}"
-            )
-        if tensor.dtype != expected:
-            raise TypeError(f"{name} must be {expected}, got {tensor.dtype}")

@@ -112,21 +112,6 @@ class Mains(NamedTuple):
     w_down: Tensor | None = None
 
 
-class PackedOperands(NamedTuple):
-    """The operands of the operators behind ``gate_pack``, which hold its words and spill in place of the gate.
-
-    Without w_up the packed values are the hidden state, and neither x nor b_up is read: ``up_down`` takes None for x.
-    """
-
-    x: Any
-    words: Tensor
-    spill: Tensor
-    w_up: Tensor | None
-    w_down: Tensor
-    b_up: Tensor | None
-    b_down: Tensor | None
-
-
 class Views(NamedTuple):
     """The operands of a ``Layer`` in a program, w_down [K, N]; matrices may be ``Scaled``."""
 

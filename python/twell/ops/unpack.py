@@ -10,7 +10,7 @@ from torch import Tensor
 from twell import tuning
 from twell._runtime import geometry
 from twell._runtime.program import launch
-from twell.ops.library import STRIDE_MULTIPLE, check_matrix, check_packed, check_rank, register
+from twell.ops.library import STRIDE_MULTIPLE, check_matrix, check_rank, register
 
 
 def outputs(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
@@ -19,8 +19,15 @@ def outputs(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
     check_matrix("spill", spill)
     if n % STRIDE_MULTIPLE:
         raise ValueError(f"n must be a multiple of {STRIDE_MULTIPLE}, got {n}")
-    check_packed(words, spill, words.shape[0], n, compression, spill.dtype)
-    return spill.new_empty((words.shape[0], n))
+    m, tiles = words.shape[0], geometry.tiles(n)
+    widths = {"words": tiles * geometry.words_per_tile(compression), "spill": tiles * geometry.TILE}
+    for tensor, (name, width) in zip((words, spill), widths.items()):
+        if tensor.shape != (m, width):
+            what = f"[{m}, {width}] for {m} rows of {n} neurons at compression {compression}"
+            raise ValueError(f"{name} must be {what}, got {list(tensor.shape)}")
+    if words.dtype != torch.int32:
+        raise TypeError(f"words must be torch.int32, got {words.dtype}")
+    return spill.new_empty((m, n))
 
 
 def _cpu(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
