@@ -53,40 +53,6 @@ def test_a_line_may_be_several_cases() -> None:
     assert {case.dtype for case in ON_GPUS} == {"bf16", "fp16"}
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("", "kind must be one of layer, pair, given, experts, autoencoder, pack, kept, got ''"),
-        ("layers", "kind must be one of layer, pair, given, experts, autoencoder, pack, kept, got 'layers'"),
-        ("layer m=x", "m must be int, got 'x'"),
-        ("layer gated=no", "gated must be bool, got 'no'"),
-        ("layer kind=pack", "got 'kind=pack'"),
-        ("layer tokens", "got 'tokens'"),
-        ("layer size=3", "got 'size=3'"),
-        ("layer k=12", "m must be at least 0, k and n multiples of 8 of at least 8, got m=64 k=12 n=264"),
-        (
-            "layer strategy=rows",
-            "strategy must be one of row, union, union+screen, row+invariant, dense, auto, site, got 'rows'",
-        ),
-        ("pack wants=x", "wants must be '' of pack, got 'x'"),
-        ("layer gated=False biases=gate+up", "biases must be of down, up, got gate"),
-        ("layer gated=False wants=w_gate", "wants must be all, or some of x, w_up, w_down joined by +, got 'w_gate'"),
-        ("layer wants=all+x", "wants must be all, or some of x, w_gate, w_up, w_down joined by +, got 'all+x'"),
-        ("layer m=1 m=2", "a case has words such as m=128 of"),
-        ("layer density=nan", "density, hot and absent must be shares, and bandwidth at least 0"),
-        ("given wants=w_gate", "wants must be all, or some of gate, x, w_up, w_down joined by +, got 'w_gate'"),
-        ("layer top=3", "top is of topk and batchtopk, got layer top=3"),
-        ("layer scales=row wants=x", "e4m3 is for inference, got layer scales=row wants=x"),
-        ("layer mains=True", "mains are of gradients, got layer mains=True"),
-        ("experts slots=33", "experts, slots, rank or top are out of range"),
-    ],
-)
-def test_lines_that_are_refused(line: str, says: str) -> None:
-    with pytest.raises(ValueError, match=r".*") as error:
-        Case.of(line)
-    assert says in str(error.value)
-
-
 def test_fields_of_other_types_are_refused() -> None:
     with pytest.raises(TypeError, match="m must be int, got True"):
         Case("layer", m=True)

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
-from twell import _modes, testing
+from twell import testing
 from twell._runtime import device, geometry, specs
 from twell.choose import cards, rates
 from twell.choose import site as sites
@@ -228,26 +228,6 @@ def test_checkpoints_and_backward_passes_keep_no_routes(chooses: Arrivals) -> No
     assert kept[4:] == [True] * 2
     assert of_a_checkpoint() == [site, site]
     assert site.explain()[0].calls == 41
-
-
-def test_a_late_decision_comes_with_the_first_call_that_may_decide(chooses: Arrivals) -> None:
-    site, x = sites.AutoStrategy(period=64), torch.zeros(100, K, dtype=BF16)
-    call = Problem(100, K, N, True, True, eager=True)
-    site.observe(call, SPARSE)
-    for _ in range(63):
-        assert site.choose(call).strategy == "union"
-
-    def strategies(calls: int) -> set[str]:
-        return {site.begin(x, N, True, True, False).strategy for _ in range(calls)}
-
-    assert strategies(1) == {"union"}
-    y = torch.zeros(1, requires_grad=True) + 1
-    site.hold(y)
-    site.observe(call, DENSE)
-    # call 64 is due, and the pass is open
-    assert strategies(4) == {"union"}
-    del y
-    assert strategies(2) == {"dense"}
 
 
 def test_explain_says_where_calls_raise() -> None:
@@ -538,27 +518,6 @@ def test_more_than_the_hybrid_format_holds_has_no_union(chooses: Arrivals, monke
     assert "too near the sparse route's limit, 64" in twell.explain(mlp).rows[0].reason
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_functions_and_modules_take_a_site(gated: bool, chooses: Arrivals) -> None:
-    site, p = twell.AutoStrategy(), testing.integer_problem(256, 16, 264, density=0.9)
-    call = twell.sparse_gated_ffn if gated else twell.sparse_ffn
-    weights = (p.w_gate, p.w_up) if gated else (p.w_gate,)
-    expected = testing.exact_output(p, gated=gated)
-    with torch.no_grad():
-        for _ in range(3):
-            y, aux = call(p.x, *weights, p.w_down.t(), strategy=site, return_aux=True)
-            torch.testing.assert_close(y, expected, rtol=2e-2, atol=32)
-            assert aux.l0 == (testing.float64_gate(p) != 0).sum() / 256
-    (row,) = twell.explain(site)
-    assert (row.layer, row.strategy, row.calls) == ("", "dense", 3)
-    assert row.figures is not None
-    assert row.figures.nonzeros == float(aux.l0)
-    # a name has no memory
-    for _ in range(2):
-        call(p.x, *weights, p.w_down.t(), strategy="auto")
-    assert len(chooses.sent) == 3
-
-
 # Devices
 
 
@@ -750,13 +709,3 @@ def test_eager_calls_count_the_host(training: bool, monkeypatch: pytest.MonkeyPa
     decision, in_a_graph = rates.decide(eager, few, None), rates.decide(eager._replace(eager=False), few, None).strategy
     assert decision.strategy == "dense" != in_a_graph
     assert f"the host is the limit; {in_a_graph} in a graph" in decision.reason
-
-
-@pytest.mark.usefixtures("free_choice")
-def test_a_capture_does_not_keep_what_eager_calls_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "HOST", {False: {"row": 1e6, "union": 1e6}, True: {}})
-    site, x = twell.AutoStrategy(), torch.zeros(600, 2048, dtype=BF16)
-    site.observe(problem(600), SPARSE)
-    assert site.begin(x, 5632, True, False, False).strategy == "dense"
-    monkeypatch.setattr(_modes, "capturing", lambda x: True)
-    assert site.begin(x, 5632, True, False, False).strategy in ("row", "union")

@@ -4,7 +4,6 @@ import copy
 import gc
 from typing import Any
 
-import fake_gpu
 import pytest
 import torch
 from auto_layers import BF16, DECIDES, SPARSE, Arrivals, K, N, layer, set_firing, strategies_of
@@ -13,15 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import _modes, testing
-from twell._activation import RELU
-from twell._runtime import geometry
 from twell.choose import cards, rates
 from twell.choose import site as sites
-from twell.choose.plan import Route
 from twell.choose.rates import Figures, Problem
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
-from twell.ops.ffn import on_cuda
-from twell.ops.operands import Layer
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -101,21 +95,6 @@ def test_a_graph_without_figures_is_sparse_where_that_loses_nothing(k: int, n: i
         assert rates.decide_once(problem, cards.SHIPPED) == chosen
         # it may be sparse where figures may still correct it
         assert rates.decide(problem._replace(eager=True, m=512), None, None).strategy != "dense"
-
-
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "pair"])
-@pytest.mark.parametrize("totals", [True, False], ids=["totals", "y"])
-def test_a_given_gate_in_a_graph_of_few_tokens(gated: bool, totals: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = fake_gpu.install(monkeypatch)
-    p = testing.make("topic29", 64, 2048, 5632, device="cpu")
-    up = (p.x, p.w_up) if gated else (None, None)
-    layer = Layer(up[0], None, up[1], p.w_down, gate=torch.mm(p.x, p.w_gate.t()))
-    on_cuda(layer._replace(w_down=p.w_down.t()), 8, RELU, Route("row"), totals)
-    assert gpu.names()[-1] == "up_down_token"
-    (*_, counters, weights, stats, helpers, _), form = gpu.launches[-1][1][:-2], gpu.launches[-1][1][-2:]
-    assert counters.shape == (geometry.TOKEN_COUNTERS + 64 * gpu.launches[-1][0].cluster,)
-    assert (weights.shape, stats.shape, form) == ((64,), (8, 22, 2), (32, 0))
-    assert helpers > 0
 
 
 class Compiles:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -315,15 +314,6 @@ def test_what_is_remembered_is_bounded(gpu: FakeGpu, long: list[Tensor], monkeyp
     for m in range(1, 200):
         mlp(tokens(m))
         assert 0 < len(calls._named()) <= 64
-
-
-def test_copies_and_pickles_know_nothing(gpu: FakeGpu, long: list[Tensor]) -> None:
-    mlp, x = layer(), tokens(5)
-    mlp(x), mlp(x)
-    for other in (copy.deepcopy(mlp), pickle.loads(pickle.dumps(mlp))):
-        before = len(long)
-        other(x), other(x)
-        assert len(long) == before + 1
 
 
 def test_a_layer_of_one_projection_for_both_asks_it(gpu: FakeGpu, long: list[Tensor]) -> None:

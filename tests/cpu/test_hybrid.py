@@ -61,8 +61,6 @@ def test_room_for_fewer_non_zeros(gated: bool, held: int) -> None:
     # only where a batch fits do rare neurons add what rounding left of their coefficients
     for actual, expected in zip(ours[: 6 if nonzeros <= capacity else 1], theirs):
         assert torch.equal(actual, expected)
-    with pytest.raises(ValueError, match="held must be non-zeros per token, or 0 for the most, got -1"):
-        ops.hybrid_forward(*p, 8, -1)
 
 
 @GATED
@@ -106,12 +104,6 @@ def test_nan_and_infinity_are_non_zeros() -> None:
     assert dx[0].isnan().all()
     assert dx[2:].isfinite().all()
     assert dw_gate.isnan().any()
-
-
-def test_offsets_beyond_32_bits_are_refused() -> None:
-    hybrid.require_offsets(6_882_960, 5632)
-    with pytest.raises(NotImplementedError, match=r"with 5632 neurons a training step takes at most 6882960 tokens"):
-        hybrid.require_offsets(6_882_968, 5632)
 
 
 def test_rows_beyond_32_bit_offsets_are_copied() -> None:

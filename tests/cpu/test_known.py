@@ -41,20 +41,6 @@ def call(given: list[Tensor | None], strategy: str = "row", weight: Tensor | Non
     return direct(*given, 8, strategy, weight, *named.values(), *[None] * 5, True)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("strategy", ["row", "union"])
-@pytest.mark.parametrize("gated", [True, False])
-def test_the_second_call_of_a_kind_launches_the_same(strategy: str, gated: bool, gpu: FakeGpu, long: Any) -> None:
-    given = operands(gated=gated)
-    call(given, strategy)
-    first = list(gpu.launches)
-    gpu.clear()
-    call(given, strategy)
-    assert len(long) == 1
-    assert [spec for spec, _ in gpu.launches] == [spec for spec, _ in first]
-    for (_, arguments), (_, before) in zip(gpu.launches, first):
-        assert [getattr(a, "shape", a) for a in arguments] == [getattr(b, "shape", b) for b in before]
-
-
 def test_kinds_differ_by_whatever_changes_what_runs(gpu: FakeGpu, long: Any) -> None:
     ways: list[tuple[Any, ...]] = [("row", {}), ("union", {}), ("row", {"invariant": True}), ("dense", {})]
     ways += [("row", {"activation": "relu2"}), ("row", {"activation": "fatrelu", "threshold": 0.5})]

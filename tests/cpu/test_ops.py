@@ -319,31 +319,3 @@ def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(
 def misaligned(matrix: Tensor) -> Tensor:
     base = torch.empty(matrix.numel() + 1, dtype=matrix.dtype)
     return base[1:].view(matrix.shape).copy_(matrix)
-
-
-@pytest.mark.parametrize(
-    ("op", "changes", "error", "message"),
-    [
-        ("ffn_aux", {"scaled": True}, NotImplementedError, "ffn_aux takes weights of 16 bits"),
-        ("ffn", {"gate": True, "screen": True, "strategy": "union"}, ValueError, "screen must be False"),
-        ("ffn", {"gate": True, "invariant": True}, NotImplementedError, "got a given one"),
-        ("ffn", {"gate": True, "w_gate": True}, ValueError, "w_gate must be None with a given gate"),
-        ("ffn", {"w_gate": False}, ValueError, "x and w_gate must be given without a gate"),
-        ("ffn", {"gate_scale": True}, ValueError, "gate_scale must be None without down_scale"),
-        ("ffn", {"scaled": True, "gate": True}, NotImplementedError, "a gate that the layer computes"),
-        ("ffn", {"scaled": True, "gate_scale": False}, ValueError, "gate_scale must be given with e4m3 weights"),
-        ("hybrid_forward", {"gate": True, "screen": True}, ValueError, "screen must be False with a given gate"),
-    ],
-)
-def test_given_gates_and_scales_are_checked(op: str, changes: dict[str, Any], error: Any, message: str) -> None:
-    o = operands(4, 16, 16, bias=False)
-    names, scaled = ("w_gate", "w_up", "w_down"), changes.pop("scaled", False)
-    given = {name: o[name].to(torch.float8_e4m3fn) if scaled else o[name] for name in names}
-    scales = dict(zip(("gate_scale", "up_scale", "down_scale"), [torch.ones(16)] * 3)) if scaled else {}
-    own = {"gate": gate_of(o), "w_gate": given["w_gate"], "gate_scale": torch.ones(16)}
-    found = {"x": o["x"], **given, "b_gate": None, "b_up": None, "b_down": None, "compression": 8, **scales}
-    found |= {"w_gate": None} if "gate" in changes else {}
-    found |= {"strategy": "row", "site": None} if op != "hybrid_forward" else {}
-    found |= {n: (own[n] if change is True else None) if n in own else change for n, change in changes.items()}
-    with pytest.raises(error, match=message):
-        getattr(ops, op)(**found)

@@ -7,21 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.habits.refusals import sections
 from twell._runtime import geometry
 from twell.choose import plan as module
 from twell.choose.plan import PACKED_DTYPES, STRATEGIES, Facts, Refusal, Route, plan, route_of, routed, unpackable
 
 FP32, FP64 = torch.float32, torch.float64
-DENSE = 'use strategy="dense", or "auto", which is dense then'
 TRANSFORM = "x of a transform of torch.func"
-ONNX = (
-    "cannot be exported to ONNX, which has no such operators; export with "
-    'strategy="dense", or "auto", which is dense then, or by torch.export'
-)
-EXPORT = (
-    "exports inference alone, got grad mode and operands that require grad (x, w_up); export under torch.no_grad(), "
-    'with frozen weights or with strategy="dense"'
-)
 TAKES = '; strategy="dense" takes it'
 MOVES = "the threshold is a tensor, which changes during training"
 CALLED = "a projection is more than a weight and a bias"
@@ -72,65 +64,6 @@ ROUTES: list[tuple[dict[str, Any], str, str]] = [
     *(({"n": 8, "k": 8, "device": device}, "auto", "") for device in ("cpu", "cuda", "meta")),
 ]
 
-SHAPE: dict[str, Any] = {"n": 264, "k": 32}
-# facts, exception, message without the name: those beside the refusals of functions in tests/habits
-REFUSALS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (
-        {"strategy": "screened"},
-        ValueError,
-        'strategy "screened" is gone: "auto" screens where that was measured to pay, unless screen="off"',
-    ),
-    ({"strategy": "proven"}, ValueError, 'strategy "proven" is gone: use "union", which never screens'),
-    ({"strategy": "invariant"}, ValueError, 'strategy "invariant" is gone: use strategy="row", invariant=True'),
-    (
-        {"n": 264, "k": 24, "float8": True},
-        ValueError,
-        'K must be a positive multiple of 16 for the sparse kernels, got 24; strategy="dense" takes it',
-    ),
-    *(
-        (
-            {"screen": True, "strategy": strategy, "invariant": invariant},
-            ValueError,
-            f'screen=True must have strategy "auto" or "union", got "{strategy}"',
-        )
-        for strategy, invariant in (("row", False), ("dense", False), ("auto", True), ("row", True))
-    ),
-    ({"invariant": True, "moving": True}, NotImplementedError, "threshold must be a number with invariant=True, got a"),
-    ({"invariant": True, "called": True}, NotImplementedError, "expected plain nn.Linear projections, got others or"),
-    (
-        SHAPE | {"n": geometry.MOST_NEURONS + 8, "sliced": True},
-        NotImplementedError,
-        f"N must be at most 1048576 for the sparse kernels, got 1048584{TAKES}",
-    ),
-    ({**SHAPE, "compression": 3}, ValueError, "compression must be one of (2, 4, 8), got 3"),
-    ({**SHAPE, "device": "xpu"}, NotImplementedError, "the sparse path runs on cuda and cpu, got xpu"),
-    *(
-        (facts | {"strategy": strategy, **more}, NotImplementedError, f'strategy="{strategy}" {why}')
-        for strategy, more in (("row", {}), ("union", {}), ("row", {"invariant": True}))
-        for facts, why in (
-            ({"transformed": TRANSFORM}, f"takes plain tensors, got {TRANSFORM}; {DENSE}"),
-            ({"onnx": True}, ONNX),
-            ({"exporting": True, "training": True, "needing": ("x", "w_up")}, EXPORT),
-        )
-    ),
-    (
-        {"invariant": True, "overridden": "x, a Noisy,"},
-        NotImplementedError,
-        "expected PyTorch's own operators with invariant=True, got x, a Noisy,",
-    ),
-    *(
-        (
-            {"dtype": FP32, "device": "cuda", "strategy": strategy},
-            TypeError,
-            "dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
-            'got torch.float32 on cuda; strategy="dense" takes what F.linear takes there',
-        )
-        for strategy in ("auto", "row")
-    ),
-]
-# what does not begin with the name of the function: it is about the argument
-UNNAMED = ('strategy "', "screen=True must")
-
 
 @pytest.mark.parametrize(("facts", "strategy", "reason"), ROUTES)
 def test_routes(facts: dict[str, Any], strategy: str, reason: str) -> None:
@@ -142,19 +75,6 @@ def test_routes(facts: dict[str, Any], strategy: str, reason: str) -> None:
     assert bool(answer.reason) == (strategy != "auto")
     assert answer[1:4] == (None, None, 0)
     assert answer.invariant == (facts.get("invariant", False) and strategy == "row")
-
-
-@pytest.mark.parametrize(("facts", "kind", "said"), REFUSALS)
-def test_refusals(facts: dict[str, Any], kind: type[Exception], said: str) -> None:
-    answer = plan(Facts("a_call", **facts))
-    assert isinstance(answer, Refusal)
-    assert answer.kind is kind
-    name = "" if said.startswith(UNNAMED) else "invariant: " if "called" in facts else "a_call: "
-    assert answer.message.startswith(f"{name}{said}")
-    assert answer.shown.startswith("calls raise")
-    with pytest.raises(kind) as raised:
-        routed(Facts("a_call", **facts))
-    assert str(raised.value) == answer.message
 
 
 def test_explanations_of_refusals() -> None:
@@ -180,11 +100,13 @@ def test_the_screen_stays_where_it_may_run() -> None:
 
 def test_every_fact_changes_an_answer() -> None:
     """Alone, or with others: no fact is gathered for nothing. The name is that of errors."""
+    names = {"torch": torch, "geometry": geometry}
+    refused = [eval(f"dict({row.change})", names) for row in sections()["plan"]]
     for fact in Facts._fields[1:]:
         default = {"n": 8, "k": 8}.get(fact, Facts._field_defaults[fact])
         changed = (
             plan(Facts(**facts)) != plan(Facts(**facts)._replace(**{fact: default}))
-            for facts, *_ in (*ROUTES, *REFUSALS, ({"screen": True},))
+            for facts in (*(facts for facts, *_ in ROUTES), *refused, {"screen": True})
             if facts.get(fact, default) != default
         )
         assert any(changed), fact

@@ -1,7 +1,6 @@
 """Gradients of the sparse path on the CPU: right, as close to float64 as dense PyTorch's, and PyTorch citizens."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -91,17 +90,6 @@ class Recorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_without_gradients_the_path_of_inference_runs(ffn: Function, dtype: torch.dtype) -> None:
-    p = draw(5, 264, 32, dtype=dtype)
-    expected = ["ffn_aux"] if dtype == BF16 else []
-    for context, q in ((torch.no_grad(), p), (torch.inference_mode(), p), (nullcontext(), p.map(Tensor.detach))):
-        with context, Recorder() as recorder:
-            ffn(q)
-        assert [name for name, *_ in recorder.calls] == expected
-
-
 def test_saved_tensors_stay_within_their_size() -> None:
     """Beside operands at most 1.1 KB per token at 5632 neurons, and no words or spill."""
     p = draw(128, 5632, 64, shift=-3.0)
@@ -135,19 +123,6 @@ def mains_of(p: testing.FFN, ffn: Function, layout: str) -> tuple[Tensor, ...]:
     n, k = p.w_gate.shape
     down = torch.full((n, k), 2.0).t() if layout == "rows" else torch.full((k, n), 2.0)
     return (*(torch.full((n, k), 2.0) for _ in range(2 if ffn is gated else 1)), down)
-
-
-@BOTH
-def test_some_main_gradients(ffn: Function) -> None:
-    p, loss, expected = loss_and_problem(ffn)
-    main_gate = mains_of(p, ffn, "rows")[0].zero_()
-    others = (None,) if ffn is gated else ()
-    loss(*ffn(p, main_grads=(main_gate, *others, None))).backward()
-    assert p.w_gate.grad is None
-    assert torch.equal(main_gate.to(BF16), expected["w_gate"])
-    testing.assert_same(p.w_down.grad, expected["w_down"])
-    if ffn is gated:
-        testing.assert_same(p.w_up.grad, expected["w_up"])
 
 
 @pytest.mark.parametrize(("ffn", "backend"), [(plain, "aot_eager"), (gated, "inductor")])
@@ -228,30 +203,6 @@ def test_main_gradients_are_added_to_where_a_backward_pass_wants_them(
     fused = {name for name, *_ in recorder.calls} & {"hybrid_backward_accumulate", "hybrid_backward"}
     if strategy == "union" and wanted:
         assert fused == {"hybrid_backward_accumulate"}
-
-
-def neighbours(whole: Tensor, place: str) -> tuple[Tensor, Tensor]:
-    n, k = (size // 2 for size in whole.shape)
-    return {
-        "halves": (whole[:n, :k], whole[n:, :k]),
-        "columns": (whole[:n, :k], whole[:n, k:]),
-        "rows": (whole[::2, :k], whole[1::2, :k]),
-        "elements": (whole[:n, ::2], whole[:n, 1::2]),
-    }[place]
-
-
-@pytest.mark.parametrize(
-    ("place", "strategy"), [("halves", "union"), ("columns", "dense"), ("rows", "dense"), ("elements", "union")]
-)
-def test_main_gradients_may_lie_side_by_side(strategy: str, place: str) -> None:
-    p, loss, _ = loss_and_problem(gated)
-    apart = mains_of(p, gated, "rows")
-    loss(*gated(p, main_grads=apart, strategy=strategy)).backward()
-    whole = torch.full((2 * 264, 2 * 32), 2.0)
-    together = (*neighbours(whole, place), torch.full((264, 32), 2.0).t())
-    loss(*gated(p, main_grads=together, strategy=strategy)).backward()
-    for main, answer in zip(together, apart, strict=True):
-        testing.assert_same(main, answer)
 
 
 @pytest.mark.parametrize(("taken", "strategy"), [(0, "union"), (1, "dense"), (2, "union"), (None, "union")])

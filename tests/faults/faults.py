@@ -320,7 +320,7 @@ FAULTS = (
         "python/twell/choose/plan.py",
         '    if asked == "auto":\n        return Route("dense", reason="transforms',
         '    if asked:\n        return Route("dense", reason="transforms',
-        "tests/cpu/test_plan.py -k refusals",
+        'tests/habits/test_habits.py -k "test_refusal and plan"',
     ),
     # ---- experts ----
     Fault(

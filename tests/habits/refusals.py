@@ -20,9 +20,12 @@ import twell
 from tests.habits.entries import ENTRIES, Block, Fused
 from tests.habits.habits import results, same
 from twell import distributed, float8, recipe, testing
+from twell.choose.plan import Facts, routed
 from twell.float8 import E4M3, Float8
 from twell.integrations import gemma_scope, layouts
 from twell.nn import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
+from twell.ops import hybrid
+from twell.testing.case import Case
 
 BF16 = torch.bfloat16
 K, N = 16, 72
@@ -219,6 +222,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     "ops.unpack": (operator("unpack"), lambda: packed() | {"n": N}),
     "ops.ffn": (operator("ffn"), operands(*LAYER, compression=8, strategy="row", site=None)),
     "ops.hybrid_forward": (operator("hybrid_forward"), operands(*LAYER, compression=8)),
+    "ops.ffn_aux": (operator("ffn_aux"), operands(*LAYER, compression=8, strategy="row", site=None)),
+    "plan": (lambda **facts: routed(Facts("a_call", **facts)), dict),
+    "Case": (Case.of, lambda: {"line": "layer"}),
+    "hybrid.require_offsets": (hybrid.require_offsets, lambda: {"m": 6_882_960, "n": 5632}),
     "layouts.measured": (
         lambda entries, **content: layouts.measured({"sparsity_figures": entries} | content, 2),
         lambda: {"entries": [[1, 0.5, 0.75], [320, 1, 1]]},

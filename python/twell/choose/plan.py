@@ -15,12 +15,6 @@ from twell.choose.rates import SCREENED
 
 STRATEGIES = ("auto", "dense", "row", "union")
 _SCREENING = ("auto", "union")
-# names of version 0.2, and what a caller says for them
-_GONE = {
-    "screened": '"auto" screens where that was measured to pay, unless screen="off"',
-    "proven": 'use "union", which never screens',
-    "invariant": 'use strategy="row", invariant=True',
-}
 
 # dtypes that TwELL stores, and wider ones that the operators of training take on the CPU, for gradcheck
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
@@ -195,8 +189,6 @@ def _misnamed(facts: Facts) -> Refusal | None:
     if strategy not in STRATEGIES:
         *names, last = (f'"{name}"' for name in STRATEGIES)
         what = f"strategy must be {', '.join(names)} or {last}, got {strategy!r}"
-        if isinstance(strategy, str) and strategy in _GONE:
-            what = f'strategy "{strategy}" is gone: {_GONE[strategy]}'
     elif type(invariant) is not bool:
         try:
             require_flag("invariant", invariant)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twell import _modes, tuning
-from twell._runtime import device, geometry, nvtx, specs
+from twell._runtime import device, nvtx, specs
 from twell._runtime.log import warn_once
 from twell._runtime.program import ALIGNMENT, Program, View, launch
 from twell.ops.operands import Layer, Scaled, Views

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,9 +165,6 @@ class Case:
             raise ValueError(f"m must be at least 0, k and n multiples of 8 of at least 8, got {sizes}")
         if self.experts < 1 or not 1 <= self.slots <= geometry.MAX_EXPERTS_OF_TOKEN or self.rank < 0 or self.top < 0:
             raise ValueError(f"experts, slots, rank or top are out of range, got {self}")
-        alone = self.gated or self.scales or self.strategy == "row+invariant" or min(self.experts, self.slots) < 2
-        if self.shared and alone:
-            raise ValueError(f"shared must be of two experts and slots, no gate, scales or invariance, got {self}")
         named = {"gate", "up", "down"} if self.gated and self._has("gated") else {"up", "down"}
         named = {"gate"} if self.kind == "pack" else {"up", "down"} if self.kind == "pair" else named
         if unknown := set(self.biases.split("+")) - {"", *named}:
@@ -178,33 +174,6 @@ class Case:
             raise ValueError(f"wants must be {what}, got {self.wants!r}")
         if not all(0 <= share <= 1 for share in (self.density, self.hot, self.absent)) or not self.bandwidth >= 0:
             raise ValueError(f"density, hot and absent must be shares, and bandwidth at least 0, got {self}")
-        self._check_together()
-
-    def _check_together(self) -> None:
-        """Raise ValueError for fields that exclude each other."""
-        chosen = self.activation in ("topk", "batchtopk")
-        plain = self.kind in ("autoencoder", "pair") or not self.gated
-        for wrong, says in (
-            (chosen != (self.top > 0), "top is of topk and batchtopk"),
-            (chosen and not plain, "topk is of a layer without a gate"),
-            (self.activation == "drelu" and plain, "drelu needs a gate"),
-            (self.activation in ("jumprelu", "batchtopk") and self.kind != "autoencoder", "it is of an autoencoder"),
-            (self.threshold < 0 or not math.isfinite(self.threshold), "threshold must be finite and at least 0"),
-            (self.threshold and self.activation not in ("fatrelu", "jumprelu"), "threshold is of fatrelu"),
-            (self.by_neuron and self.activation != "fatrelu", "by_neuron is of fatrelu"),
-            (self.bandwidth and self.activation != "jumprelu", "bandwidth is of jumprelu"),
-            (self.scales and (self.wants or self.aux or self.by_neuron or self.top), "e4m3 is for inference"),
-            (self.scales and self.dtype != "bf16", "e4m3 goes with bf16"),
-            (self.tokens and not self.scales, "tokens are of e4m3 weights"),
-            (self.rank and (self.scales or self.mains or self.aux), "an adapted layer has no e4m3, mains or aux"),
-            (self.mains and not self.wants, "mains are of gradients"),
-            (self.l1 and not (self.wants and self.aux), "l1 is of gradients and aux"),
-            (self.checkpointed and not self.wants, "checkpoints are of gradients"),
-            (self.coherent and self.exact, "coherent is of real numbers"),
-            (self.x_layout == "expanded" and self.call != "eager", "an expanded x cannot be written"),
-        ):
-            if wrong:
-                raise ValueError(f"{says}, got {self}")
 
     def __str__(self) -> str:
         own = {name: getattr(self, name) for name, usual in _usual().items() if name != "kind"}
@@ -218,7 +187,7 @@ class Case:
         for word in words:
             name, _, text = word.partition("=")
             if name not in _usual() or name == "kind" or not text or name in found:
-                raise ValueError(f"a case has words such as m=128 of {', '.join(_usual())}, got {word!r}")
+                raise ValueError(f"a case has words such as m=128, each of a field of its own, got {word!r}")
             read = type(_usual()[name])
             try:
                 found[name] = {"True": True, "False": False}[text] if read is bool else read(text)
