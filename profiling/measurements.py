@@ -39,14 +39,10 @@ COUNTED = [f"nnz={nnz}{more}" for nnz in (1, 4, 16, 29, 64, 128, 256, 512, 911, 
 SEEDS, PORTABLE_SEEDS = range(501, 507), range(1101, 1103)
 
 
-def _ledgers(options: str, seeds: range) -> list[str]:
-    """Runs of the fuzzer, which may run side by side."""
+def _fuzzed(options: str, seeds: range) -> tuple[str, ...]:
+    """Runs of the fuzzer, one after the other, which add up in one file."""
     command = f"python -m tests.fuzz {options} --budget-s 355"
-    return [f"{command} --seed {seed} --ledger $FOLDER/fuzz-{seed}.jsonl" for seed in seeds]
-
-
-def _summed(seeds: range) -> str:
-    return f"python -m tests.fuzz --summary {' '.join(f'$FOLDER/fuzz-{seed}.jsonl' for seed in seeds)} --json $OUT"
+    return tuple(f"{command} --seed {seed} --json $OUT" for seed in seeds)
 
 
 def _one(name: str, content: str, shown: str, command: str, seconds: int, **more: bool) -> Measurement:
@@ -263,15 +259,15 @@ ALL = (
         "fuzz",
         "random layers against float64",
         "fuzz",
-        (*_ledgers("--cases 4000", SEEDS), _summed(SEEDS)),
-        (*(365 for _ in SEEDS), 5),
+        _fuzzed("--cases 4000", SEEDS),
+        tuple(365 for _ in SEEDS),
     ),
     Measurement(
         "fuzz_portable",
         "the same for the portable family",
         "fuzz portable",
-        (*_ledgers("--portable", PORTABLE_SEEDS), _summed(PORTABLE_SEEDS)),
-        (*(365 for _ in PORTABLE_SEEDS), 5),
+        _fuzzed("--portable", PORTABLE_SEEDS),
+        tuple(365 for _ in PORTABLE_SEEDS),
     ),
     _one(
         "soak", "random layers in threads and streams", "soak", "python -m tests.soak --minutes 15.6 --json $OUT", 950

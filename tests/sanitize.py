@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tests.cases.judged import Mismatch, Result
 from tests.cases.verdicts import judge, same_bits
-from tests.fuzz.run import usable
+from tests.fuzz import usable
 from twell import ops, testing, tuning
 from twell._runtime import geometry, specs
 from twell.float8 import Float8

@@ -35,8 +35,7 @@ from tests import family
 from tests.cases.drawn import draw
 from tests.cases.judged import Result
 from tests.cases.verdicts import judge, same_bits, spoil, tensors
-from tests.fuzz.ledger import header
-from tests.fuzz.run import Watchdog, give_back, prepare, usable
+from tests.fuzz import Watchdog, give_back, header, prepare, usable
 from twell.testing.calls import caller
 from twell.testing.case import Case
 from twell.testing.operands import build, laid_out

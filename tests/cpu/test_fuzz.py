@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import sanitize
+from tests import fuzz, sanitize
 from tests.cpu import fake_gpu
-from tests.fuzz import run as fuzz
 from twell._runtime import kernel_module, program, specs
 from twell.testing.calls import caller
 from twell.testing.case import Case
@@ -33,41 +32,21 @@ def run(*arguments: str) -> int:
     return fuzz.main(["--device", "cpu", "--budget-s", "120", *arguments])
 
 
-def test_cases_are_recorded_and_ledgers_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, more, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl", tmp_path / "all.json"
-    assert run("--cases", "40", "--seed", "3", "--ledger", str(first)) == 0
-    header, *cases, last = map(json.loads, first.read_text().splitlines())
-    assert "CPU" in header["machine"]
-    assert [record["number"] for record in cases] == list(range(40))
-    assert {record["verdict"] for record in cases} == {"ok"}
-    assert max(ratio for record in cases for ratio in record["ratios"].values()) <= 1
-    assert last["ended_after"] > 0
-    # a second run appends, and it is as if it had been killed, with a mismatch
-    for _ in range(2):
-        assert run("--cases", "2", "--seed", "3", "--ledger", str(more)) == 0
-    lines = more.read_text().splitlines()
-    assert len(lines) == 2 * (2 + 2)
-    more.write_text("\n".join(lines[:2]).replace('"verdict": "ok"', '"verdict": "y differs"'))
-    capsys.readouterr()
-    assert fuzz.main(["--summary", str(first), str(more), "--json", str(out)]) == 1
-    printed = capsys.readouterr().out
-    assert "seed 3: 40 cases in" in printed
-    assert "s, which did not end, on" in printed
-    assert "WRONG 3:0 y differs" in printed
-    summary = json.loads(out.read_text())
-    assert [(r["seed"], r["cases"], r["ended"]) for r in summary["runs"]] == [(3, 40, True), (3, 1, False)]
-    assert (summary["cases"], len(summary["mismatches"])) == (41, 1)
-    assert sum(summary["counts"]["numbers"].values()) == 41
-    assert summary["seconds"] >= summary["case_seconds"] > 0
-    for content, text in (
-        ("", "no run in these ledgers"),
-        ("no JSON", "b.jsonl:1 is no line of a ledger: 'no JSON'"),
-        ('{"verdict": "ok"}', "begins without the line that names the machine"),
-    ):
-        more.write_text(content)
-        assert fuzz.main(["--summary", str(more)]) == 2
-        assert text in capsys.readouterr().err
-    assert fuzz.main(["--summary", str(tmp_path / "none")]) == 2
+def test_runs_add_up_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "all.json"
+    assert run("--cases", "40", "--seed", "3", "--json", str(out)) == 0
+    assert "40 cases in" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert "CPU" in found["machine"]
+    assert (found["cases"], found["mismatches"], sum(found["counts"]["numbers"].values())) == (40, [], 40)
+    assert 0 < max(ratio for ratio, _ in found["worst"].values()) <= 1
+    # one more, and one again
+    for seed, cases in (("4", "2"), ("3", "5")):
+        assert run("--cases", cases, "--seed", seed, "--json", str(out)) == 0
+    found = json.loads(out.read_text())
+    assert [(each["seed"], each["cases"]) for each in found["runs"]] == [(4, 2), (3, 5)]
+    assert (found["cases"], sum(found["counts"]["kinds"].values())) == (7, 7)
+    assert found["seconds"] >= found["case_seconds"] > 0
 
 
 def test_a_mismatch_is_printed_with_what_repeats_it(
@@ -98,7 +77,7 @@ def test_a_mismatch_is_printed_with_what_repeats_it(
 def test_a_hang_ends_the_run_and_is_named(environment: dict[str, str]) -> None:
     script = """
 import time
-from tests.fuzz import run as fuzz
+from tests import fuzz
 fuzz.attempt = lambda case, device: time.sleep(60)
 fuzz.main(["--device", "cpu", "--cases", "1", "--limit-s", "0.2"])
 """

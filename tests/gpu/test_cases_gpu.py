@@ -12,7 +12,7 @@ from tests.cases.drawn import PACKAGED_K, Limits, draw
 from tests.cases.judged import Result
 from tests.cases.pinned import ON_GPUS, PINNED
 from tests.cases.verdicts import asks_nothing, attempt, judge, spoil, tensors
-from tests.fuzz.run import usable
+from tests.fuzz import usable
 from twell import testing
 from twell._runtime import device, geometry, program
 from twell.testing.calls import caller

@@ -1,1 +1,0 @@
-"""The fuzzer: random layers against float64."""
