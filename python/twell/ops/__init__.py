@@ -7,8 +7,7 @@ gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is
 from twell.ops.experts import experts
 from twell.ops.ffn import ffn, ffn_aux
 from twell.ops.gate_pack import gate_pack
-from twell.ops.hybrid_backward import hybrid_backward
-from twell.ops.hybrid_backward_accumulate import hybrid_backward_accumulate
+from twell.ops.hybrid_backward import hybrid_backward, hybrid_backward_accumulate
 from twell.ops.hybrid_forward import hybrid_forward
 from twell.ops.matrix_transpose import matrix_transpose
 from twell.ops.reglu import reglu, reglu_backward

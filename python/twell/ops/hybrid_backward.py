@@ -10,9 +10,13 @@ x, w_gate, w_up, w_down, b_gate, b_up, kept and a given gate are those of the fo
 input_grad requests dx [M, K]; weight_grad requests dw_gate, dw_up, dw_down [N, K], db_gate and db_up [N]. ``gate_grad``
 requests the gradient [M, N] of a given gate, zero where its activation is; it stands at dw_gate. A gradient that is not
 requested, or has no operand, is an empty [0].
+
+``hybrid_backward_accumulate`` adds the weights' gradients to float32 tensors: main_gate, main_up and main_down are
+[N, K], in any layout; with ``as_stored`` main_down is [K, N], as nn.Linear has it. A layout that kernels cannot write in
+place costs a float32 [N, K] of scratch. The biases' gradients are returned, in x's dtype.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +27,16 @@ from twell._runtime import nvtx, specs
 from twell._runtime.program import Program, View
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
-from twell.ops.library import ACTIVATION, Implementation, check_matrix, flat, laid, register, rows
-from twell.ops.operands import Gradients, Layer, Views, run
+from twell.ops.library import ACTIVATION, Implementation, check, check_matrix, flat, has_rows, laid, register, rows
+from twell.ops.operands import Gradients, Layer, Mains, Views, run
 from twell.ops.slices import Added, is_sliced
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def outputs(layer: Layer, input_grad: bool, weight_grad: bool) -> Gradients:
-    """Uninitialised gradients of x's dtype: dx [M, K], weights [N, K], biases [N]; None where none is wanted."""
-    operands = layer[:6]
-    wanted = (input_grad, *(weight_grad and operand is not None for operand in operands[1:]))
-    gradients = (layer.w_down.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, operands))
+def outputs(layer: Layer, wanted: Sequence[bool]) -> Gradients:
+    """Uninitialised gradients of x's dtype of the first six operands: those that are ``wanted`` and there, or None."""
+    gradients = (layer.w_down.new_empty(o.shape) if w and o is not None else None for w, o in zip(wanted, layer))
     found = Gradients(*gradients)
     # thresholds behind the biases have no gradient
     return found if found.b_gate is None else found._replace(b_gate=torch.zeros_like(found.b_gate))
@@ -47,48 +49,65 @@ def present(gradients: Gradients, like: Tensor) -> Outputs:
     return dx, dw_gate, dw_up, dw_down, db_gate, db_up
 
 
-# the operands that both operators of backward begin with; b_down's gradient is the sum of dy and needs neither
+# the operands that both operators begin with; b_down's gradient is the sum of dy and needs neither
 BACKWARD = (
     "Tensor dy, Tensor? dl1, Tensor? x, Tensor? w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, "
     "Tensor kept"
 )
 
 
-def backward_first(implementation: Implementation) -> Implementation:
-    """``implementation(given, ...)`` as a function of ``BACKWARD``, other arguments and ``ACTIVATION``."""
-
-    def ungrouped(*arguments: Any) -> Any:
-        dy, dl1, *operands, kept = arguments[:9]
-        *others, name, threshold = arguments[9:]
-        layer = Layer(*operands)
-        activation = activation_of(name, threshold, layer.w_up is not None, top_k=layer.w_gate is not None)
-        return implementation(Backward(dy, dl1, layer, kept, activation), *others)
-
-    return ungrouped
+def _checked(operands: Sequence[Any], name: str, threshold: float, gate: Tensor | None = None) -> Backward:
+    """The operands of ``BACKWARD``, and the activation; raises unless they fit each other."""
+    dy, dl1, *own, kept = operands
+    layer = Layer(*own)._replace(gate=gate)
+    activation = activation_of(name, threshold, layer.w_up is not None, top_k=gate is None)
+    activation.level(layer.w_down.dtype)
+    given = Backward(dy, dl1, layer, kept, activation)
+    hybrid.check_backward(given)
+    return given
 
 
 def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Implementation:
     """What fills checked gradients as a function of the schema's arguments."""
 
     def filled(*arguments: Any) -> Outputs:
-        *others, first, gate, gate_grad = arguments
-
-        @backward_first
-        def of(given: Backward, input_grad: bool, weight_grad: bool) -> Outputs:
-            layer = given.layer._replace(gate=gate)
-            given = given._replace(layer=layer)
-            given.activation.level(layer.w_down.dtype)
-            hybrid.check_backward(given)
-            hybrid.check_first(first, layer.w_down.shape[1])
-            gradients = outputs(layer, input_grad, weight_grad)
-            if gate_grad and gate is not None:
-                gradients = gradients._replace(gate=torch.zeros_like(gate, memory_format=torch.contiguous_format))
-            by_slices(implementation, given, gradients, first)
-            return present(gradients, layer.w_down)
-
-        return of(*others)  # type: ignore[no-any-return]
+        input_grad, weight_grad, name, threshold, first, gate, gate_grad = arguments[9:]
+        given = _checked(arguments[:9], name, threshold, gate)
+        layer = given.layer
+        hybrid.check_first(first, layer.w_down.shape[1])
+        gradients = outputs(layer, (input_grad, *[weight_grad] * 5))
+        if gate_grad and gate is not None:
+            gradients = gradients._replace(gate=torch.zeros_like(gate, memory_format=torch.contiguous_format))
+        by_slices(implementation, given, gradients, first)
+        return present(gradients, layer.w_down)
 
     return filled
+
+
+def _adding(implementation: Callable[[Backward, Mains, Gradients], None]) -> Implementation:
+    """The same of weights' gradients that are added to mains.
+
+    ``as_stored``: in a graph a transposed view would not do, as functionalization keeps the storage offset that it had
+    in tracing.
+    """
+
+    def added(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        main_gate, main_up, main_down, input_grad, name, threshold, as_stored = arguments[9:]
+        given, mains = _checked(arguments[:9], name, threshold), Mains(main_gate, main_up, main_down)
+        layer = given.layer
+        if (main_up is None) != (layer.w_up is None):
+            there, missing = ("w_up", "main_up") if main_up is None else ("main_up", "w_up")
+            raise ValueError(f"{missing} must be given with {there}, got None")
+        mains = mains._replace(w_down=main_down.t()) if as_stored else mains
+        for weight, main in mains._asdict().items():
+            if main is not None:
+                check(weight.replace("w_", "main_"), main, layer.w_gate.shape, torch.float32)
+        gradients = outputs(layer, (input_grad, False, False, False, True, True))
+        implementation(given, mains, gradients)
+        dx, _, _, _, db_gate, db_up = present(gradients, layer.x)
+        return dx, db_gate, db_up
+
+    return added
 
 
 def by_slices(implementation: Callable[..., None], given: Backward, gradients: Gradients, *how: Any) -> None:
@@ -119,6 +138,25 @@ def _cuda(given: Backward, gradients: Gradients, first: int) -> None:
     elif any(gradient is not None for gradient in gradients):
         zero_columns(gradients, first)
         fill(given, gradients, first=first)
+
+
+@_adding
+def _add_on_cpu(given: Backward, mains: Mains, gradients: Gradients) -> None:
+    by_slices(hybrid.backward_cpu, given, gradients._replace(**mains._asdict()), True)
+
+
+@_adding
+def _add_on_cuda(given: Backward, mains: Mains, gradients: Gradients) -> None:
+    if not given.dy.shape[0]:
+        zero(gradients)
+        return
+    written = [
+        m if m is None or has_rows(m) else torch.zeros_like(m, memory_format=torch.contiguous_format) for m in mains
+    ]
+    by_slices(fill, given, gradients._replace(w_gate=written[0], w_up=written[1], w_down=written[2]), True)
+    for main, added in zip(mains, written):
+        if main is not None and added is not None and added is not main:
+            main.add_(added)
 
 
 def zero_columns(gradients: Gradients, count: int) -> None:
@@ -171,5 +209,14 @@ hybrid_backward = register(
     fake=_filling(lambda *_: None),
     cpu=_filling(_cpu),
     cuda=_cuda,
+    phase=nvtx.BACKWARD,
+)
+hybrid_backward_accumulate = register(
+    f"hybrid_backward_accumulate({BACKWARD}, Tensor(a!) main_gate, Tensor(b!)? main_up, Tensor(c!) main_down, "
+    f"bool input_grad, {ACTIVATION}, bool as_stored=False) "
+    "-> (Tensor dx, Tensor db_gate, Tensor db_up)",
+    fake=_adding(lambda *_: None),
+    cpu=_add_on_cpu,
+    cuda=_add_on_cuda,
     phase=nvtx.BACKWARD,
 )
