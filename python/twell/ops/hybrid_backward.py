@@ -12,8 +12,8 @@ requests the gradient [M, N] of a given gate, zero where its activation is; it s
 requested, or has no operand, is an empty [0].
 
 ``hybrid_backward_accumulate`` adds the weights' gradients to float32 tensors: main_gate, main_up and main_down are
-[N, K], in any layout; with ``as_stored`` main_down is [K, N], as nn.Linear has it. A layout that kernels cannot write in
-place costs a float32 [N, K] of scratch. The biases' gradients are returned, in x's dtype.
+[N, K], in any layout; with ``as_stored`` main_down is [K, N], as nn.Linear has it. A layout that kernels cannot write
+in place costs a float32 [N, K] of scratch. The biases' gradients are returned, in x's dtype.
 """
 
 from collections.abc import Callable, Sequence
