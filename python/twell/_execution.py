@@ -71,20 +71,20 @@ class Call(NamedTuple):
     """What is known of a call besides its operands.
 
     training: whether a gradient will be needed. plain: whether all operands are plain tensors in eager mode. direct:
-    whether the code of operators may be called without the dispatcher, too. made, choice, counts: see ``Extra``.
+    whether the code of operators may be called without the dispatcher, too.
     """
 
     name: str
+    how: How
+    extra: Extra
+    return_aux: bool
     training: bool
     plain: bool
     direct: bool
-    activation: Activation
-    compression: int
-    return_aux: bool
-    made: Made | None
-    choice: Selection | None = None
-    counts: Tensor | None = None
-    fast: bool = True
+
+    @property
+    def activation(self) -> Activation:
+        return self.how.activation
 
 
 def _range_of(call: Call, layer: Layer, route: Route, *rest: Any) -> nvtx.Context:
@@ -98,7 +98,7 @@ def run(call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | Non
     """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
     tokens = layer.tokens
     if route.strategy == "dense" and not layer.scaled:
-        own = None if call.made is None else call.made.dense
+        own = None if call.extra.made is None else call.extra.made.dense
         y, hidden, gate, nonzeros = _dense(call, layer, mains) if own is None else (*own(), None)
         if route.measurement is not None:
             plain = layer.gate is None
@@ -107,9 +107,9 @@ def run(call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | Non
         if route.holder is not None:
             # training keeps its choice until backward passes y
             route.holder.hold(y)
-        if call.counts is not None:
+        if call.extra.counts is not None:
             fires = ~(gate <= call.activation.level(gate.dtype))
-            call.counts.add_(fires.reshape(-1, fires.shape[-1]).sum(0))
+            call.extra.counts.add_(fires.reshape(-1, fires.shape[-1]).sum(0))
         return (y, dense_aux(hidden, gate, call.activation, nonzeros)) if call.return_aux else y
 
     y, l1, nonzeros = _sparse(call, layer, route, mains, site)
@@ -122,10 +122,10 @@ def _sparse(
     call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y of the tokens [M, K], or of x's shape, and, where they are wanted, the sum of |h| and the non-zeros."""
-    if call.choice is not None:
+    if call.extra.choice is not None:
         return _by_choice(call, layer, route)
     layer, activation = _with_thresholds(layer, call.activation)
-    call = call._replace(activation=activation)
+    call = call._replace(how=call.how._replace(activation=activation))
     if call.training and layer.gate is None:
         return _train(call, layer, route, mains)
     flat = {
@@ -136,13 +136,13 @@ def _sparse(
     layer = layer._replace(**flat) if flat else layer
     if call.training:
         return _train(call, layer, route, mains)
-    if call.counts is not None:
-        return _counted(call, layer, call.counts)
+    if call.extra.counts is not None:
+        return _counted(call, layer, call.extra.counts)
     if call.direct:
-        return ffn_on_cuda(layer, call.compression, call.activation, route, call.return_aux, call.fast)
+        return ffn_on_cuda(layer, call.how.compression, call.activation, route, call.return_aux, call.how.fast)
     x, w_gate, w_up, w_down, *biases = layer[:7]
-    how = (*call.activation, route.screen, route.invariant, *layer[7:], call.fast)
-    arguments = (x, w_gate, w_up, w_down.t(), *biases, call.compression, route.strategy, site, *how)
+    how = (*call.activation, route.screen, route.invariant, *layer[7:], call.how.fast)
+    arguments = (x, w_gate, w_up, w_down.t(), *biases, call.how.compression, route.strategy, site, *how)
     return ops.ffn_aux(*arguments) if call.return_aux else (ops.ffn(*arguments), None, None)
 
 
@@ -159,34 +159,34 @@ def _counted(call: Call, layer: Layer, counts: Tensor) -> tuple[Tensor, Tensor, 
     """The same of a call without gradients whose neurons are counted: what training keeps knows them."""
     x, w_gate, w_up, w_down, *biases = layer[:7]
     operands = x, w_gate, w_up, w_down.t(), *biases
-    y, l1, nonzeros, kept = ops.hybrid_forward(*operands, call.compression, 0, *call.activation)
+    y, l1, nonzeros, kept = ops.hybrid_forward(*operands, call.how.compression, 0, *call.activation)
     counts += hybrid.firing(kept, x, len(w_gate), w_up is not None)
     return y, l1, nonzeros
 
 
 def _by_choice(call: Call, layer: Layer, route: Route) -> tuple[Tensor, Tensor, Tensor]:
     """y, the sum of |h| and the number of non-zeros of a sparse call for which PyTorch makes the pre-activations."""
-    assert call.choice is not None
+    assert call.extra.choice is not None
     if call.training:
-        found = _choice.ffn(layer, call.choice, call.compression, call.counts)
+        found = _choice.ffn(layer, call.extra.choice, call.how.compression, call.extra.counts)
         if route.measurement is not None:
             route.measurement.counts(found[2].detach(), None)
         if route.holder is not None:
             route.holder.hold(found[0])
         return found
-    return _choice.inference(layer, call.choice, call.compression, route.strategy, call.counts)
+    return _choice.inference(layer, call.extra.choice, call.how.compression, route.strategy, call.extra.counts)
 
 
 def _train(call: Call, layer: Layer, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, the sum of |h| and the number of non-zeros of a sparse call that needs gradients."""
     note, measurement = None, route.measurement
-    if measurement is not None or call.counts is not None:
+    if measurement is not None or call.extra.counts is not None:
 
         def note(nonzeros: Tensor, kept: Tensor) -> None:
             tokens, n = layer.tokens, layer.w_down.shape[1]
             pattern = kept, tokens.detach().reshape(-1, tokens.shape[-1]), n, layer.w_up is not None
-            if call.counts is not None:
-                call.counts.add_(hybrid.firing(*pattern))
+            if call.extra.counts is not None:
+                call.extra.counts.add_(hybrid.firing(*pattern))
             if measurement is None:
                 return
             unions = hybrid.unions(*pattern)
@@ -195,8 +195,8 @@ def _train(call: Call, layer: Layer, route: Route, mains: Mains) -> tuple[Tensor
             measurement.counts(nonzeros, unions, most=most, candidates=candidates)
 
     totals = call.return_aux or measurement is not None or layer.gate is not None
-    how = _autograd.Call(call.name, call.compression, route.held, call.activation, route.screen, totals, note)
-    first, apply = (0, None) if call.made is None else (call.made.first_column, call.made.apply)
+    how = _autograd.Call(call.name, call.how.compression, route.held, call.activation, route.screen, totals, note)
+    first, apply = (0, None) if call.extra.made is None else (call.extra.made.first_column, call.extra.made.apply)
     y, l1, nonzeros = _autograd.ffn(how._replace(first=first), layer, mains, call.direct, apply)
     if route.holder is not None:
         # training keeps its choice until backward passes y
@@ -217,8 +217,8 @@ def _dense(call: Call, layer: Layer, mains: Mains) -> tuple[Tensor, Tensor, Tens
 
     def between(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
         nonlocal nonzeros
-        if call.choice is not None:
-            gate, nonzeros = _choice.hidden_of(gate, call.choice)
+        if call.extra.choice is not None:
+            gate, nonzeros = _choice.hidden_of(gate, call.extra.choice)
             return gate, gate
         if up is not None and layer.gate is None and _autograd.fuses(gate, activation, operands):
             return _autograd.gated_relu(gate, up, activation), gate
@@ -227,7 +227,7 @@ def _dense(call: Call, layer: Layer, mains: Mains) -> tuple[Tensor, Tensor, Tens
         return activation.hidden(gate, up), gate
 
     seen: list[Tensor] = []
-    alone = call.direct and not call.training and call.choice is None
+    alone = call.direct and not call.training and call.extra.choice is None
     how = in_inference(layer, activation) if alone else between
     y = dense(layer, how, see=lambda *found: seen.extend(found))
     return y, seen[0], seen[1], nonzeros
@@ -252,7 +252,7 @@ def copies_down(w_down: Tensor) -> bool:
     return not are_rows(w_down.shape[::-1], w_down.stride()[::-1])
 
 
-def settled(call: Call, layer: Layer, route: Route, how: How, chosen: bool) -> Tensor | None:
+def settled(call: Call, layer: Layer, route: Route, chosen: bool) -> Tensor | None:
     """y of a plain call, whose kind is known then; None of a call that must not or cannot be."""
     if route.measurement is not None or nvtx.ON or _modes.capturing(layer.x):
         return None
@@ -264,15 +264,15 @@ def settled(call: Call, layer: Layer, route: Route, how: How, chosen: bool) -> T
     if call.training and route.strategy == "dense":
         run = _trained_by_torch(layer, call.activation)
     elif call.training:
-        own = call.compression, route.held, call.activation, route.screen
+        own = call.how.compression, route.held, call.activation, route.screen
         run = _autograd.passes_of(Form.of(layer.unscaled), *own) if layer.x.numel() else None
     else:
         # a layer that copies the down weight may lay it by rows at its next call
-        run = inference_of(layer, call.compression, call.activation, route, call.fast)
+        run = inference_of(layer, call.how.compression, call.activation, route, call.how.fast)
     operands = layer if layer.scaled else layer[:7]
     y = None if run is None else run(*operands)
     if run is not None and y is not None:
-        calls.note(operands, how, call.training, run, route, chosen)
+        calls.note(operands, call.how, call.training, run, route, chosen)
     return y
 
 

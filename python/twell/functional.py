@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from twell._admission import (
     sharded,
 )
 from twell._choice import choice_of
-from twell._execution import NOTHING, Aux, Extra, copies_down
+from twell._execution import NOTHING, Aux, Call, Extra, copies_down
 from twell._modes import PLAIN_TENSORS
 from twell._plain import overridden
 from twell._quantised import in_16_bits, is_quantised, of_blocks, records
@@ -421,123 +421,162 @@ def run(
 ) -> Tensor | tuple[Tensor, Aux]:
     """Run ``function``, one of the three of layers, on the operands ``given``, w_down [K, N].
 
-    A layer with scales was admitted.
+    A layer with scales was admitted. It admits the others, asks ``plan`` and then the site for the route, and computes.
     """
-    name, gives, gated = function.__name__, function is sparse_up_down, function is not sparse_ffn
-    (activation, strategy, invariant, compression, fast, _), (made, choice, counts) = how, extra
-    site, asked, screen, same_bits = None, strategy, False, invariant
-    if isinstance(strategy, AutoStrategy):
-        site, asked = strategy, "auto"
-        screen = strategy.screens and not (invariant or activation.k or gives or given.scaled)
-    elif isinstance(strategy, Route) and invariant is False:
-        # benchmarks and tests hand in routes that have no name
-        asked, screen, same_bits = strategy.strategy, strategy.screen, strategy.invariant
-    if activation.moves:
+    name, gives = function.__name__, function is sparse_up_down
+    asked = _asked(how, not (gives or given.scaled))
+    if how.activation.moves:
         # no kernel reads a threshold that may change
-        asked = strategy = routed(Facts(name, asked, invariant, moving=True)).strategy
-        invariant = same_bits = screen = False
-    mains = Mains()
-    if given.scaled:
-        layer, training, plain = given, False, True
-        # the dispatcher makes others real, or records them
-        direct = _modes.eager([t for t in given if t is not None]) and is_direct(given.x)
-    elif plain := not gives and admitted(given, gated):
-        # the answers to all questions that the other branch asks
-        layer = given
-        if main_grads is not None:
-            named = given.named(gated)
-            present = {argument: operand for argument, operand in named.items() if operand is not None}
-            mains = admit_mains(name, present, named, main_grads)
-        training = torch.is_grad_enabled() and given.requires_grad()
-        direct = is_direct(given.x)
-    elif gives:
-        t, direct = admit_given(name, given), False
-        layer, training = Layer(*map(t.get, Layer._fields)), bool(needing_grad(t))
-    else:
-        named, direct = given.named(gated), False
-        t = admit(name, **named)
-        if sharded(t):
-            if choice is not None or counts is not None:
-                raise TypeError(f'{name}: "batchtopk", bandwidth and counts take plain tensors, got DTensors')
-            options = {"strategy": strategy, "invariant": invariant, "compression": compression}
-            options |= activation.options()
-            return _on_shards(name, function, t, named, main_grads, return_aux, options)  # type: ignore[no-any-return]
-        mains = admit_mains(name, t, named, main_grads)
-        layer, training = Layer.of(t), bool(needing_grad(t))
+        routed(Facts(name, asked.strategy, how.invariant, moving=True))
+        how, asked = how._replace(strategy="dense", invariant=False), _Asked("dense")
+    layer, operands, mains, training, direct = _admitted(function, given, main_grads)
+    if layer is None:
+        return _on_shards(function, operands, given.named(not gives), main_grads, return_aux, how, extra)  # type: ignore[no-any-return]
+    extra = _fitting(name, layer, how, asked, extra)
+    made, choice, _ = extra
     training = training or (choice is not None and choice.threshold is not None)
     training = training or (made is not None and made.apply is not None)
-    tokens = layer.tokens
-    device = tokens.device
-    if activation.by_neuron:
-        require_of_neurons(name, "threshold", activation.threshold, layer, "a number or")
-    if counts is not None and not _modes.compiling() and _modes.in_backward():
-        # a recomputation counts no token again
-        counts = None
-    if counts is not None:
-        require_of_neurons(name, "counts", counts, layer, "int64", torch.int64)
-        if same_bits:
-            raise NotImplementedError(f"{name}: counts are of calls without invariant=True, got it")
-    if choice is not None and choice.most:
-        choice = choice._replace(most=min(choice.most, tokens_of(tokens) * len(layer.w_gate)))
-    if activation.k or (choice is not None and choice.most):
-        n, k = len(layer.w_gate), activation.k or choice.most / max(tokens_of(tokens), 1)  # type: ignore[union-attr]
-        keeps = training or counts is not None
-        if asked == "auto" and (is_sliced(n) or (keeps and k > hybrid.most_of_each(n))):
-            # the kernels take one slice, and the hybrid format has no room for them
-            asked = "dense"
-        elif asked != "dense" and is_sliced(n):
-            most = f"{name}: the k largest are of at most {geometry.MAX_NEURONS} neurons"
-            raise NotImplementedError(f'{most}, got {n}; "auto" is dense')
-    imposed = imposed_on_call(device.type, device.index) if asked == "auto" else ""
-    options = {"imposed": imposed, "training": training, "compression": compression}
-    facts = Facts(name, asked, same_bits, site is not None, screen, **options)
-    if not plain and asked != "dense":
-        facts = _gathered(facts, t, layer)
+    asked = _of_the_largest(name, layer, how, asked, extra, training)
+    on = layer.tokens.device
+    imposed = imposed_on_call(on.type, on.index) if asked.strategy == "auto" else ""
+    options = {"imposed": imposed, "training": training, "compression": how.compression}
+    facts = Facts(name, asked.strategy, asked.invariant, asked.site is not None, asked.screen, **options)
+    if operands is not None and asked.strategy != "dense":
+        facts = _gathered(facts, operands, layer)
     route = routed(facts)
-    if not plain:
+    if operands is not None:
         _say(facts, route)
-    chosen = site is not None and route.strategy == "auto"
+    call = Call(name, how, extra, return_aux, training, operands is None, direct)
+    site = asked.site if route.strategy == "auto" else None
     if route.strategy == "auto":
-        # few tokens of other layers have no kernel of their own
-        one_pass = not (activation.k or gives) and choice is None and counts is None and (fast or layer.plain)
-        route = _chosen(layer, site, training, direct, one_pass, route)
-    if activation.k:
+        route = _chosen(call, layer, site, route)
+    if how.activation.k:
         # room for the k of every token, and a gate that is computed whole
         route = route._replace(held=0, screen=False)
     first = None
-    if site is not None and chosen:
+    if site is not None:
         # the operators find the site by a weight that the caller holds
         first = given.w_gate if not gives else given.w_down if given.w_up is None else given.w_up
         if made is not None and made.held is not None:
             first = made.held
         if not _modes.tracing(0) and type(first) in PLAIN_TENSORS and found(first) is not site:
             enroll(first, site)
-    activation.level(torch.bfloat16 if layer.scaled else tokens.dtype)
-    asks = activation, compression, return_aux, made, choice, counts, fast
-    call = _execution.Call(name, training, plain, direct, *asks)
+    how.activation.level(torch.bfloat16 if layer.scaled else layer.tokens.dtype)
     if direct and not return_aux and main_grads is None and extra is NOTHING:
-        y = _execution.settled(call, layer, route, how, chosen)
+        y = _execution.settled(call, layer, route, site is not None)
         if y is not None:
             return y
     return _execution.run(call, layer, route, mains, first)
 
 
+class _Asked(NamedTuple):
+    """What a call asks for: a strategy by name, the site behind "auto", whether it may screen, and the same bits."""
+
+    strategy: Any
+    site: AutoStrategy | None = None
+    screen: bool = False
+    invariant: Any = False
+
+
+def _asked(how: How, screens: bool) -> _Asked:
+    """``screens``: whether the layer may be screened."""
+    strategy, invariant = how.strategy, how.invariant
+    if isinstance(strategy, AutoStrategy):
+        return _Asked("auto", strategy, strategy.screens and screens and not (invariant or how.activation.k), invariant)
+    if isinstance(strategy, Route) and invariant is False:
+        # benchmarks and tests hand in routes that have no name
+        return _Asked(strategy.strategy, None, strategy.screen, strategy.invariant)
+    return _Asked(strategy, invariant=invariant)
+
+
+class _Admitted(NamedTuple):
+    """Operands that were checked. operands: by name, as autocast casts them; None of plain tensors in eager mode.
+
+    layer: None of DTensors. training: whether a gradient will be needed. direct: see ``Call``.
+    """
+
+    layer: Layer | None
+    operands: Any = None
+    mains: Mains = Mains()
+    training: bool = False
+    direct: bool = False
+
+
+def _admitted(function: Callable[..., Any], given: Layer, main_grads: Sequence[Tensor | None] | None) -> _Admitted:
+    name, gated = function.__name__, function is not sparse_ffn
+    if given.scaled:
+        # the dispatcher makes others real, or records them
+        return _Admitted(given, direct=_modes.eager([t for t in given if t is not None]) and is_direct(given.x))
+    if function is sparse_up_down:
+        t = admit_given(name, given)
+        return _Admitted(Layer(*map(t.get, Layer._fields)), t, training=bool(needing_grad(t)))
+    named, mains = given.named(gated), Mains()
+    if admitted(given, gated):
+        # the answers to all questions that ``admit`` asks
+        if main_grads is not None:
+            mains = admit_mains(name, {a: t for a, t in named.items() if t is not None}, named, main_grads)
+        return _Admitted(given, None, mains, torch.is_grad_enabled() and given.requires_grad(), is_direct(given.x))
+    t = admit(name, **named)
+    if sharded(t):
+        return _Admitted(None, t)
+    return _Admitted(Layer.of(t), t, admit_mains(name, t, named, main_grads), bool(needing_grad(t)))
+
+
+def _fitting(name: str, layer: Layer, how: How, asked: _Asked, extra: Extra) -> Extra:
+    """``extra`` as it is for this layer and pass; raises unless it, and thresholds of neurons, fit the layer."""
+    _, choice, counts = extra
+    if how.activation.by_neuron:
+        require_of_neurons(name, "threshold", how.activation.threshold, layer, "a number or")
+    if counts is not None and not _modes.compiling() and _modes.in_backward():
+        # a recomputation counts no token again
+        extra = extra._replace(counts=None)
+    elif counts is not None:
+        require_of_neurons(name, "counts", counts, layer, "int64", torch.int64)
+        if asked.invariant:
+            raise NotImplementedError(f"{name}: counts are of calls without invariant=True, got it")
+    if choice is not None and choice.most:
+        most = min(choice.most, tokens_of(layer.tokens) * len(layer.w_gate))
+        extra = extra._replace(choice=choice._replace(most=most))
+    return extra
+
+
+def _of_the_largest(name: str, layer: Layer, how: How, asked: _Asked, extra: Extra, training: bool) -> _Asked:
+    """What is asked of a call that chooses the largest gates, of which kernels take one slice."""
+    most = 0 if extra.choice is None else extra.choice.most
+    if not (how.activation.k or most) or asked.strategy == "dense":
+        return asked
+    n, k = len(layer.w_gate), how.activation.k or most / max(tokens_of(layer.tokens), 1)
+    keeps = training or extra.counts is not None
+    if asked.strategy == "auto" and (is_sliced(n) or (keeps and k > hybrid.most_of_each(n))):
+        # the hybrid format has no room for them
+        return asked._replace(strategy="dense")
+    if is_sliced(n):
+        of = f"{name}: the k largest are of at most {geometry.MAX_NEURONS} neurons"
+        raise NotImplementedError(f'{of}, got {n}; "auto" is dense')
+    return asked
+
+
 def _on_shards(
-    name: str,
     function: Callable[..., Any],
     operands: Mapping[str, Tensor],
     given: Mapping[str, Tensor | None],
     mains: Sequence[Tensor | None] | None,
     return_aux: bool,
-    options: Mapping[str, Any],
+    how: How,
+    extra: Extra,
 ) -> Any:
     """Run ``function`` on DTensors: each rank runs it on its local parts."""
     from twell import _sharding
 
+    name = function.__name__
+    if extra.choice is not None or extra.counts is not None:
+        raise TypeError(f'{name}: "batchtopk", bandwidth and counts take plain tensors, got DTensors')
     if isinstance(mains, (tuple, list)):
         weights = [argument for argument in _sharding.WEIGHTS if argument in operands]
         require_apart(name, dict(zip(weights, mains)), given)
-    dense = options["strategy"] == "dense"
+    options = {"strategy": how.strategy, "invariant": how.invariant, "compression": how.compression}
+    options |= how.activation.options()
+    dense = how.strategy == "dense"
     y, figures = _sharding.ffn(name, function, operands, mains, dense=dense, return_aux=return_aux, **options)
     return y if figures is None else (y, Aux(*figures))
 
@@ -572,22 +611,24 @@ def _say(facts: Facts, route: Route) -> None:
         info_once("inference in float32 and float64 runs dense, whatever strategy was named")
 
 
-def _chosen(
-    layer: Layer, site: AutoStrategy | None, training: bool, direct: bool, one_pass: bool, route: Route
-) -> Route:
+def _chosen(call: Call, layer: Layer, site: AutoStrategy | None, route: Route) -> Route:
     """The choice of "auto" by costs. An operator that is not called directly chooses itself."""
-    if not training and not direct:
+    if not call.training and not call.direct:
         return route
     x, gives, copied = layer.x, layer.gate is not None, not layer.scaled and copies_down(layer.w_down)
     k, n = layer.w_down.shape
     if x is None:
         # what has its shape
         x = layer.gate[..., :1].expand(*layer.gate.shape[:-1], k)
-    if training and site is not None and _modes.tracing(m := tokens_of(x)):
+    # few tokens of other layers have no kernel of their own
+    one_pass = not (call.how.activation.k or gives) and (call.how.fast or layer.plain)
+    one_pass = one_pass and call.extra.choice is None and call.extra.counts is None
+    of_layer = n, layer.w_up is not None, call.training, copied
+    if call.training and site is not None and _modes.tracing(m := tokens_of(x)):
         route = route_of(site.trace(m))
     elif site is not None:
-        route = site.begin(x, n, layer.w_up is not None, training, copied, False, one_pass, layer.scaled)
+        route = site.begin(x, *of_layer, False, one_pass, layer.scaled)
     else:
-        route = without_site(x, n, layer.w_up is not None, training, copied, one_pass, layer.scaled)
+        route = without_site(x, *of_layer, one_pass, layer.scaled)
     # a site that others share may know the screen
     return route._replace(screen=False) if gives else route
