@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import twell
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
-from twell import _execution, _modes, functional, testing
+from twell import _modes, functional, testing
 from twell.choose import cards, rates, site
 from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops import calls, dense
@@ -151,9 +151,7 @@ def _replace(mlp: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "strategy": lambda mlp: setattr(mlp, "strategy", "row"),
-    "set_strategy": lambda mlp: twell.nn.set_strategy(mlp, "row"),
     "invariant": lambda mlp: twell.nn.set_strategy(mlp, "row", invariant=True),
-    "compression": lambda mlp: setattr(mlp, "compression", 4),
     "activation": lambda mlp: setattr(mlp, "activation", "relu2"),
     "record_aux": lambda mlp: setattr(mlp, "record_aux", True),
     "a layout": lambda mlp: set_down_layout(mlp, "linear"),
@@ -397,37 +395,6 @@ def test_a_threshold_that_moves_is_read_at_each_call(
     threshold.fill_(-1.0)
     with pytest.raises(ValueError, match="threshold must be"):
         mlp(x)
-
-
-def test_a_call_that_began_before_a_setting_leaves_nothing_behind_it(
-    gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mlp = layer()
-    settled = _execution.settled
-
-    def before_which(change: Callable[[], None]) -> Callable[..., Any]:
-        def late(*arguments: Any) -> Any:
-            y = settled(*arguments)
-            # another thread, as it were
-            change()
-            return y
-
-        return late
-
-    changes: list[Callable[[], None]] = [
-        lambda: setattr(mlp, "activation", "relu2"),
-        lambda: twell.nn.set_strategy(mlp, "row"),
-        lambda: setattr(mlp, "record_aux", True),
-    ]
-    for m, change in enumerate(changes, 5):
-        x = tokens(m)
-        monkeypatch.setattr(_execution, "settled", before_which(change))
-        mlp(x)
-        monkeypatch.setattr(_execution, "settled", settled)
-        before = len(long)
-        mlp(x)
-        assert len(long) == before + 1
-        mlp.activation, mlp.strategy, mlp.record_aux = "relu", "union", False
 
 
 MISFITS: dict[str, Callable[[Any], Any]] = {
