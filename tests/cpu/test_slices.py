@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import twell
 from twell import testing
 from twell._activation import RELU
-from twell._runtime import geometry
+from twell._runtime import geometry, specs
 from twell.choose import rates
 from twell.choose.plan import Route
 from twell.choose.site import Measurement
@@ -59,21 +59,13 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = fires.view(2, 128, N).any(1).sum(1)
     problem = rates.Problem(tokens, K, N, False, False)
     measurement = Measurement(twell.AutoStrategy(), problem, 0, True)
-    _run(_sparse_on_cpu, lambda *_: None, wide, 8, RELU, Route("union", measurement=measurement), False, True)
+    _run(_sparse_on_cpu, specs.PORTABLE, wide, 8, RELU, Route("union", measurement=measurement), False, True)
     candidates = noted[0]["candidates"]
     assert torch.equal(noted[0]["unions"].cpu(), expected)
     assert bool((candidates >= expected).all())
     assert bool((candidates < N).all())
-    _run(
-        _sparse_on_cpu,
-        lambda *_: None,
-        wide,
-        8,
-        RELU,
-        Route("union", measurement=measurement, screen=True),
-        False,
-        True,
-    )
+    screening = Route("union", measurement=measurement, screen=True)
+    _run(_sparse_on_cpu, specs.PORTABLE, wide, 8, RELU, screening, False, True)
     assert torch.equal(noted[1]["unions"].cpu(), expected)
     assert torch.equal(noted[1]["candidates"], candidates)
     operands = (t["x"], t["w_up"], None, t["w_down"].t(), t["b_up"], None, None)

@@ -62,11 +62,13 @@ from twell.ops.up_down import behind_on_cpu, counters, multiply
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
 _Counted = tuple[Tensor, Any, Any, Tensor | None, Tensor | None]
+# how few tokens run, whichever sparse strategy is asked for: see ``ops.decode``
+_ONE_PASS = "one pass"
 
 
 def _run(
     sparse: Callable[..., _Counted],
-    one_pass: Callable[..., Tensor | None],
+    family: str,
     layer: Layer,
     compression: int,
     activation: Activation,
@@ -74,7 +76,7 @@ def _run(
     totals: bool,
     fast: bool,
 ) -> _Totals:
-    """Compute the layer, w_down [K, N], as ``route`` says, by the sparse strategies of its device."""
+    """Compute the layer, w_down [K, N], as ``route`` says, by ``sparse`` on its device and for its family."""
     measurement = route.measurement
     if activation.k:
         # the screen chooses no gates
@@ -86,9 +88,11 @@ def _run(
         if measurement is not None and gate is not None:
             measurement.dense(gate, activation.level(gate.dtype))
         return y, None, None
-    own = one_pass(layer, activation, route, fast)
-    if own is not None and not totals:
-        return own, None, None
+    own = None
+    if _takes_one_pass(layer, activation, route, family, fast):
+        own = sparse(layer, compression, activation, route._replace(strategy=_ONE_PASS), False, fast)[0]
+        if not totals:
+            return own, None, None
     require_sliceable(layer.w_down.shape[1], activation)
     found = _by_slices(sparse, layer, compression, activation, route, totals or measurement is not None, fast)
     y, l1, stats, unions, candidates = found
@@ -107,7 +111,7 @@ def _run(
     return y, l1.sum() if totals else None, nonzeros
 
 
-def _takes_one_pass(layer: Layer, activation: Activation, route: Route, family: str, fast: bool = True) -> bool:
+def _takes_one_pass(layer: Layer, activation: Activation, route: Route, family: str, fast: bool) -> bool:
     """Whether a layer of few tokens runs in one pass over its weights (``ops.decode``), which counts nothing."""
     if layer.gate is not None or activation.k or route.screen or route.invariant or not (fast or layer.plain):
         return False
@@ -117,27 +121,6 @@ def _takes_one_pass(layer: Layer, activation: Activation, route: Route, family: 
     x, kind = layer.x, "plain" if layer.w_up is None else "gated"
     dtype = torch.float8_e4m3fn if layer.scaled else x.dtype
     return tuning.decode(dtype, math.prod(x.shape[:-1]), x.shape[-1], kind, family) is not None
-
-
-def _one_pass_on_cpu(layer: Layer, activation: Activation, route: Route, fast: bool) -> Tensor | None:
-    """The layer as a GPU computes it in one pass; None of one that it does not."""
-    if not _takes_one_pass(layer, activation, route, specs.SM90, fast):
-        return None
-    if layer.scaled:
-        return e4m3.on_cpu(layer, activation, True)
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer.unscaled
-    gate = gate_on_cpu(x, w_gate, b_gate, activation)
-    return behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, True)[0]
-
-
-def _one_pass_on_cuda(layer: Layer, activation: Activation, route: Route, fast: bool) -> Tensor | None:
-    """The layer of few tokens in one pass; None of one that takes more."""
-    if not _takes_one_pass(layer, activation, route, tuning.family(layer.w_down.device.index), fast):
-        return None
-    given = _laid(layer)
-    y = allocate(layer.w_down, *_place_of_y(layer))
-    _few(Form.of((*given, None)), activation)(*present(given), y)
-    return y
 
 
 def _place_of_y(layer: Layer) -> Place:
@@ -161,14 +144,6 @@ def _program(form: Form, fast: bool) -> tuple[Program, Views, View | None, View]
         views = Views(None if layer.x is None else layer.x.matrix(), *layer.unscaled[1:])
     shape = (layer.gate.shape[0], views.w_down.shape[0]) if layer.x is None else layer.x.shape
     return p, views, firing, p.operand(tuning.stored(views.w_down.dtype), *shape).matrix()
-
-
-@kept
-def _few(form: Form, activation: Activation) -> Executable:
-    """What runs a layer in one pass, into y."""
-    p, layer, _, y = _program(form, True)
-    decode.launch(p, layer, y, activation)
-    return p.compiled()
 
 
 def _by_slices(sparse: Callable[..., _Counted], layer: Layer, *how: Any) -> _Counted:
@@ -225,7 +200,8 @@ def on_cuda(
 
     w_down is [K, N], and x may have any leading dimensions.
     """
-    return _run(_sparse_on_cuda, _one_pass_on_cuda, layer, compression, activation, route, totals, fast)
+    family = tuning.family(layer.w_down.device.index)
+    return _run(_sparse_on_cuda, family, layer, compression, activation, route, totals, fast)
 
 
 @functools.lru_cache(256)
@@ -327,15 +303,16 @@ def _settled(layer: Layer, arguments: Sequence[Any], activation: Activation, rou
 
 
 def _sparse_on_cpu(layer: Layer, compression: int, activation: Activation, route: Route, *_: Any) -> tuple[Any, ...]:
-    by_union = route.strategy == "union"
+    # all but "row" round h
+    rounded = route.strategy != "row"
     if layer.scaled:
-        return e4m3.on_cpu(layer, activation, by_union), None, None, None, None
+        return e4m3.on_cpu(layer, activation, rounded), None, None, None, None
     x, w_gate, w_up, w_down, b_gate, b_up, b_down, given = layer.unscaled
     if given is None:
         gate = gate_on_cpu(x, w_gate, b_gate, activation)
     else:
         gate = activation.after(given, inplace=False)
-    return *behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, by_union), None
+    return *behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, rounded), None
 
 
 @kept
@@ -345,7 +322,10 @@ def _pass(
     """What runs a sparse ``route``, and the shapes of its figures: operands behind y if ``counted``, else scratch."""
     p, layer, firing, y = _program(form, fast)
     m, n = y.shape[0], layer.w_down.shape[1]
-    shapes: tuple[Shape, ...]
+    shapes: tuple[Shape, ...] = ()
+    if route == _ONE_PASS:
+        decode.launch(p, layer, y, activation)
+        return p.compiled(), shapes
     if route == SCREENED:
         shapes = screened.shapes(y, n)[1:]
     elif route == "union":
@@ -410,8 +390,8 @@ def inference_of(
     if route.screen:
         screened.require(x.device, "torch.ops.twell.ffn with screen=True")
     form = Form.of((*given, layer.b_gate if route.screen else None))
-    one_pass = _takes_one_pass(layer, activation, route, family, fast)
-    run = _few(form, activation) if one_pass else _pass(form, route.name, compression, activation, False, fast)[0]
+    name = _ONE_PASS if _takes_one_pass(layer, activation, route, family, fast) else route.name
+    run, _ = _pass(form, name, compression, activation, False, fast)
     place, screen = _place_of_y(layer), route.screen
 
     def inference(*operands: Any) -> Tensor | None:
@@ -461,7 +441,7 @@ ffn, ffn_aux = (
     for schema, fake, cpu, cuda in zip(
         (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
         _operators(None),
-        _operators(lambda *call: _run(_sparse_on_cpu, _one_pass_on_cpu, *call)),
+        _operators(lambda *call: _run(_sparse_on_cpu, specs.SM90, *call)),
         _on_cuda,
     )
 )
