@@ -431,7 +431,7 @@ def run(
         how, asked = how._replace(strategy="dense", invariant=False), _Asked("dense")
     layer, operands, mains, training, direct = _admitted(function, given, main_grads)
     if layer is None:
-        return _on_shards(function, operands, given.named(not gives), main_grads, return_aux, how, extra)  # type: ignore[no-any-return]
+        return _on_shards(function, operands, given, main_grads, return_aux, how, extra)  # type: ignore[no-any-return]
     extra = _fitting(name, layer, how, asked, extra)
     made, choice, _ = extra
     training = training or (choice is not None and choice.threshold is not None)
@@ -559,7 +559,7 @@ def _of_the_largest(name: str, layer: Layer, how: How, asked: _Asked, extra: Ext
 def _on_shards(
     function: Callable[..., Any],
     operands: Mapping[str, Tensor],
-    given: Mapping[str, Tensor | None],
+    given: Layer,
     mains: Sequence[Tensor | None] | None,
     return_aux: bool,
     how: How,
@@ -573,7 +573,7 @@ def _on_shards(
         raise TypeError(f'{name}: "batchtopk", bandwidth and counts take plain tensors, got DTensors')
     if isinstance(mains, (tuple, list)):
         weights = [argument for argument in _sharding.WEIGHTS if argument in operands]
-        require_apart(name, dict(zip(weights, mains)), given)
+        require_apart(name, dict(zip(weights, mains)), given.named(function is sparse_gated_ffn))
     options = {"strategy": how.strategy, "invariant": how.invariant, "compression": how.compression}
     options |= how.activation.options()
     dense = how.strategy == "dense"
