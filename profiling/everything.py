@@ -6,7 +6,7 @@
 
 Without names: all that is older than the present kernels, and host times of another version than the present one, in
 the order of ``profiling.measurements``, except for what needs an input that is not given.
-A command begins if its predicted seconds are left of --budget-s; one that runs over the budget is interrupted. Each
+A command begins if its predicted seconds are left of --budget-s; one that runs over the budget is ended. Each
 result is in --out as soon as it is done, and what each command printed in NAME.log there. done.json says which commands
 ended: the same call goes on behind them, and repeats all after a change of kernels. Copy good files to
 profiling/results/. --list with names prints their commands, too.
@@ -15,7 +15,6 @@ Exit status: 1 if a command failed or a result is red, 2 for a request that make
 """
 
 import argparse
-import functools
 import json
 import os
 import re
@@ -30,15 +29,15 @@ from pathlib import Path
 from typing import Any
 
 import twell
-from profiling.measurements import ALL, INPUTS, Measurement, shown_command
+from profiling.measurements import ALL, Measurement, shown_command
 from twell import _files
 from twell._runtime import fingerprint
 from twell.commands.request import RequestError, at_least, exit_status
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
-# Seconds that an interrupted command may take to write its file.
-PATIENCE_S = 20
+# Seconds of its budget that a command leaves unused.
+SPARE_S = 20
 # Exit status of a command, and of this one, that left something for the next call.
 LEFT = 3
 
@@ -66,11 +65,6 @@ def present() -> str:
     return str(fingerprint.source_hash())[:12]
 
 
-def current(kernels: str) -> bool:
-    """Whether kernels of this hash are the present ones."""
-    return kernels == present()
-
-
 def stale() -> list[Measurement]:
     """The measurements whose files are missing, not whole or of other kernels, or of another version where that counts.
 
@@ -81,7 +75,7 @@ def stale() -> list[Measurement]:
         path = RESULTS / f"{each.name}.json"
         if each.dated and path.exists():
             return False
-        if not current(kernels_of(path)) or json.loads(path.read_text()).get("complete") is False:
+        if kernels_of(path) != present() or json.loads(path.read_text()).get("complete") is False:
             return True
         return each.host and version_of(path) != twell.__version__
 
@@ -100,8 +94,7 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument(
         "--budget-s", type=at_least(1), default=540, metavar="S", help="seconds of this call (%(default)s)"
     )
-    for name, text in INPUTS.items():
-        top.add_argument(f"--{name.lower()}", type=Path, metavar="FOLDER", help=text)
+    top.add_argument("--real", type=Path, metavar="FOLDER", help="recorded layers 3 and 6 of a model")
     return top
 
 
@@ -139,8 +132,7 @@ class Runner:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.out: Path = arguments.out.resolve()
         # commands run in the checkout, wherever this was called
-        given = {name: getattr(arguments, name.lower()) for name in INPUTS}
-        self.inputs = {name: value and value.resolve() for name, value in given.items()}
+        self.real: Path | None = arguments.real and arguments.real.resolve()
         self.end = time.monotonic() + arguments.budget_s
         path = self.out / "done.json"
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
@@ -154,14 +146,14 @@ class Runner:
 
     def run(self, chosen: Sequence[Measurement], named: bool) -> int:
         """Run what is missing; return the exit status. ``named``: they were asked for by name."""
+        lacking = [each.name for each in chosen if "$REAL" in " ".join(each.commands) and self.real is None]
+        if named and lacking:
+            raise RequestError(f"{', '.join(lacking)} needs --real")
         failed: list[str] = []
         left: list[str] = []
-        lacked = {each.name: lacking for each in chosen if (lacking := self.lacking(each))}
-        if named and lacked:
-            raise RequestError("; ".join(f"{name} needs {lacking}" for name, lacking in lacked.items()))
         for each in chosen:
-            if each.name in lacked:
-                self.say(f"{each.name}: left out, as it needs {lacked[each.name]}")
+            if each.name in lacking:
+                self.say(f"{each.name}: left out, as it needs --real")
                 continue
             status = self.measure(each)
             if status:
@@ -171,63 +163,51 @@ class Runner:
                 self.say(f"{what}: {', '.join(names)}")
         return 1 if failed else LEFT if left else 0
 
-    def lacking(self, measurement: Measurement) -> str:
-        """What a measurement needs and this call does not have; "" if it has all."""
-        text = " ".join(measurement.commands)
-        missing = [f"--{name.lower()}" for name, value in self.inputs.items() if f"${name}" in text and value is None]
-        return ", ".join(missing)
-
     def measure(self, measurement: Measurement) -> int:
         """Run the commands that did not end; return 0, 1 or 2 after a failure, and LEFT if there is no time."""
-        ended = self.done.setdefault(measurement.name, [])
-        for number in range(len(ended), len(measurement.commands)):
+        name, ended = measurement.name, self.done.setdefault(measurement.name, [])
+        path, count = self.out / f"{name}.json", len(measurement.commands)
+        for number in range(len(ended), count):
             seconds = measurement.seconds[number]
             if self.left_s < seconds:
                 return LEFT
-            began = time.monotonic()
-            self.say(f"{measurement.name}: command {number + 1} of {len(measurement.commands)}, about {seconds} s")
-            written = modified(self.out / f"{measurement.name}.json")
-            status = self.execute(measurement, measurement.commands[number])
-            if status == 1 and modified(self.out / f"{measurement.name}.json") == written:
-                # not a red result, but a fault
-                status = 2
+            self.say(f"{name}: command {number + 1} of {count}, about {seconds} s")
+            began, written = time.monotonic(), modified(path)
+            status = self.execute(name, measurement.commands[number])
+            if status in (0, 1) and path.exists() and json.loads(path.read_text()).get("complete") is False:
+                status = LEFT
             taken = round(time.monotonic() - began, 1)
-            self.say(f"{measurement.name}: exit status {status} after {taken} s")
+            self.say(f"{name}: exit status {status} after {taken} s")
             if status == LEFT:
                 return LEFT
-            if status not in (0, 1):
+            # without a new file 1 is not a red result, but a fault
+            if status not in (0, 1) or (status == 1 and modified(path) == written):
                 return 2
             ended.append([taken, status])
             text = json.dumps({"kernels": present(), "done": self.done}, indent=1)
             _files.write_text(self.out / "done.json", text + "\n")
         return int(any(status for _, status in ended))
 
-    def execute(self, measurement: Measurement, command: str) -> int:
-        """Run a command with its output in a log; return its status, LEFT if it is not through."""
-        path = self.out / f"{measurement.name}.json"
-        known = {"OUT": path, "FOLDER": self.out, "BUDGET": max(1, int(self.left_s - PATIENCE_S)), **self.inputs}
+    def execute(self, name: str, command: str) -> int:
+        """Run a command with its output in a log; return its status, LEFT if the budget was spent before."""
+        known: dict[str, Any] = {"OUT": self.out / f"{name}.json", "FOLDER": self.out, "REAL": self.real}
+        known["BUDGET"] = max(1, int(self.left_s - SPARE_S))
         words = shlex.split(string.Template(command).substitute(known))
         words = [sys.executable, *words[1:]] if words[0] == "python" else words
-        environment = {**os.environ, "PYTHON": sys.executable}
-        with (self.out / f"{measurement.name}.log").open("a") as log:
+        with (self.out / f"{name}.log").open("a") as log:
             log.write(f"$ {shlex.join(words)}\n")
             log.flush()
-            options: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-            # a shell ignores interrupts in what it runs in the background, and a command would inherit that
-            options["preexec_fn"] = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-            process = subprocess.Popen(words, cwd=ROOT, env=environment, **options)
+            # a session of its own, which ends with its children
+            process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
             try:
-                status = process.wait(max(1.0, self.left_s))
+                return process.wait(max(1.0, self.left_s))
             except subprocess.TimeoutExpired:
-                self.say(f"{measurement.name}: interrupted, as the budget is spent")
-                stop(process)
+                self.say(f"{name}: ended, as the budget is spent")
                 return LEFT
-            except KeyboardInterrupt:
-                stop(process)
-                raise
-        if status in (0, 1) and path.exists() and json.loads(path.read_text()).get("complete") is False:
-            return LEFT
-        return status
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
 
     def say(self, text: str) -> None:
         print(f"everything: {text}; {max(0.0, self.left_s):.0f} s left", flush=True)
@@ -236,19 +216,6 @@ class Runner:
 def modified(path: Path) -> int:
     """When a file was written; 0 if there is none."""
     return path.stat().st_mtime_ns if path.exists() else 0
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a command and its children, which may write their files; then end them."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(PATIENCE_S)
-            return
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 if __name__ == "__main__":

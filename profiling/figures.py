@@ -212,7 +212,7 @@ def few_by_share() -> str:
 
 def overfull() -> str:
     """What steps of the sparse path take with more non-zeros than fit."""
-    rows = [row for row in rows_of("overfull") if row["variant"] == "train_overflow"]
+    rows = [row for row in rows_of("overfull") if row["requested"] == "union" and row["speedup_dense"] < 1]
     counts, times = ([f"{row['nnz']:.0f}" for row in rows], [f"{1 / row['speedup_dense']:.2f}" for row in rows])
     gpu = gpu_of("overfull")
     return (

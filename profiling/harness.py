@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -25,14 +25,17 @@ from torch import Tensor
 import twell
 from profiling.device import Ceilings, Device, Gpu
 from twell import _files
+from twell._runtime import nvtx
 from twell.commands import tune
-from twell.commands.request import RequestError, number_above, pick_device
+from twell.commands.request import RequestError, at_least, number_above, pick_device
 from twell.commands.timing import FAILURES, Call, Recording, measure, reason, spread
 from twell.testing import Comparison
 
 Row = dict[str, Any]
 # Errors by tensor, and the fault, "" if they are within the budget.
 Verdict = tuple[dict[str, Comparison], str]
+# A case of a bench: what its rows share, and the work that yields rows, some at a time.
+Case = tuple[Row, Callable[[], Iterable[list[Row]]]]
 # Eager calls before "auto" is recorded. It measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
 SETTLING = 9
 
@@ -73,6 +76,7 @@ class Variant:
     note: Callable[[Row, "Settled", dict[str, Comparison]], None] | None = None
     fields: Row = field(default_factory=dict)
     within: Callable[[], AbstractContextManager[object]] = nullcontext
+    captured: bool = True
 
     @property
     def key(self) -> str:
@@ -173,8 +177,14 @@ def ratio(value: float, base: float) -> float:
     return 1.0 if value == base else value / base if base else math.inf * value
 
 
-def timed(base: Row, variants: Sequence[Variant], ways: Sequence[Way], device: Device, seconds: float) -> list[Row]:
-    """The rows of a case, each with ``base`` and the variant's fields; a fault while timing costs all times."""
+def timed(
+    base: Row, variants: Iterable[Variant], ways: Sequence[Way], device: Device, seconds: float, profiled: int = 0
+) -> list[Row]:
+    """The rows of a case, each with ``base`` and the variant's fields; a fault while timing costs all times.
+
+    With ``profiled`` calls are made for a profiler instead of timed.
+    """
+    variants = list(variants)
     blank: Row = {name: None for way in ways for name in (way.field, way.over) if name}
     blank |= {"requested": "", "strategy": "", "eager_strategy": "", "red": ""}
 
@@ -194,7 +204,7 @@ def timed(base: Row, variants: Sequence[Variant], ways: Sequence[Way], device: D
                 row |= {"strategy": settled.strategy, "eager_strategy": settled.eager}
                 if variant.note is not None:
                     variant.note(row, settled, errors)
-                if graphs and not row["red"]:
+                if graphs and variant.captured and not row["red"]:
                     recording, row["red"] = settled.recorded()
             if not row["red"]:
                 found[variant.key] = settled, recording
@@ -202,20 +212,39 @@ def timed(base: Row, variants: Sequence[Variant], ways: Sequence[Way], device: D
             # those of compilers are of many kinds
             row["red"] = reason(error)
     dense = [each.key for each in variants if each.is_dense and each.key in found]
+    if profiled:
+        profile({key: settled.call for key, (settled, _) in found.items()}, profiled, device)
+        return list(rows.values())
     try:
         for way in ways:
             recordings = {
                 key: (recording if way.how == "graph" else None)
                 or device.eager(way.how, settled.call, way.calls or settled.variant.copies)
                 for key, (settled, recording) in found.items()
+                if recording is not None or way.how != "graph"
             }
             times = measure(recordings, seconds * way.share, way.least, way.warm)
             for key, samples in times.items():
-                fill(rows[key], way, samples, {each: times[each] for each in dense})
+                fill(rows[key], way, samples, {each: times[each] for each in dense if each in times})
     except FAILURES as error:
         # the culprit is unknown: none has a time
         return [rows[each.key] if rows[each.key]["red"] else fresh(each) | {"red": reason(error)} for each in variants]
     return list(rows.values())
+
+
+def profile(calls: Mapping[str, Call], times: int, device: Device) -> None:
+    """Make each call ``times`` times in a range of its name, within one section of the profiler."""
+    on_gpu = device.torch_device.type == "cuda"
+    device.wait()
+    if on_gpu:
+        torch.cuda.profiler.start()
+    for name, call in calls.items():
+        with nvtx.range(f"profile {name}"):
+            for i in range(times):
+                call(i)
+    device.wait()
+    if on_gpu:
+        torch.cuda.profiler.stop()
 
 
 def fill(row: Row, way: Way, samples: Sequence[float], dense: Mapping[str, Sequence[float]]) -> None:
@@ -236,8 +265,12 @@ def fill(row: Row, way: Way, samples: Sequence[float], dense: Mapping[str, Seque
 
 def beside(base: Row, rows: Sequence[Row], *fields: str) -> Row:
     """The rows of a case as one: each of ``fields`` is a dictionary by variant."""
-    red = "; ".join(f"{row['variant']}: {row['red']}" for row in rows if row["red"])
-    return {**base, **{name: {row["variant"]: row.get(name) for row in rows} for name in fields}, "red": red}
+    return {**base, **{name: {row["variant"]: row.get(name) for row in rows} for name in fields}, "red": reds(rows)}
+
+
+def reds(rows: Sequence[Row]) -> str:
+    """The faults of rows."""
+    return "; ".join(f"{row['variant']}: {row['red']}" for row in rows if row["red"])
 
 
 # Files and tables
@@ -304,12 +337,29 @@ def require_writable(path: Path | None) -> None:
         raise RequestError(f"{path} cannot be written: {error}") from None
 
 
-def add_arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
-    """Add the arguments that every bench has."""
+# of a table of options: a type, the names to choose from, or bool for a flag; the default, a list if there may be
+# several; and what it is
+Option = tuple[Any, Any, str]
+
+
+def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option], seconds: float) -> None:
+    """Add the options of a bench by their table, and those that every bench has."""
     add = parser.add_argument
+    for flag, (kind, default, said) in options.items():
+        how: dict[str, Any] = {"default": default, "help": f"{said} (%(default)s)" if default else said}
+        if isinstance(default, list):
+            how["nargs"] = "+"
+        if kind is bool:
+            add(*flag.split(), action="store_true", help=said)
+        elif callable(kind):
+            add(*flag.split(), type=kind, metavar=flag.split()[-1].strip("-")[0].upper(), **how)
+        else:
+            add(*flag.split(), choices=kind, **how)
     add("--seconds", type=number_above(0), default=seconds, metavar="S", help="of turns of a case (%(default)g)")
     add("--device", help="cuda, cuda:INDEX, or cpu, whose times mean nothing (default: cuda)")
     add("--out", "--json", dest="out", type=Path, metavar="FILE", help="file for the rows")
+    profiled = "time nothing: run each call so often for a profiler, in its range (profiling/nsight)"
+    add("--profile", type=at_least(1), default=0, metavar="N", help=profiled)
 
 
 class Bench:
@@ -321,6 +371,7 @@ class Bench:
     def __init__(self, name: str, arguments: argparse.Namespace, **facts: Any) -> None:
         require_writable(arguments.out)
         self.name, self.facts, self.out, self.seconds = name, facts, arguments.out, arguments.seconds
+        self.arguments, self.profiled = arguments, arguments.profile
         # in the file, without paths
         self.given = {key: value for key, value in vars(arguments).items() if not _holds_path(value)}
         self.rows: list[Row] = []
@@ -353,20 +404,15 @@ class Bench:
                 self.step(f"error: {self.out} cannot be written: {error}")
             self.failed = True
 
-    def timed(self, base: Row, variants: Sequence[Variant], ways: Sequence[Way], share: float = 1.0) -> list[Row]:
+    def timed(self, base: Row, variants: Iterable[Variant], ways: Sequence[Way], share: float = 1.0) -> list[Row]:
         """The rows of a case, which takes this share of the seconds."""
-        return timed(base, variants, ways, self.device, self.seconds * share)
+        return timed(base, variants, ways, self.device, self.seconds * share, self.profiled)
 
-    def case(self, base: Row, variants: Sequence[Variant], ways: Sequence[Way]) -> list[Row]:
-        """Measure a case and add its rows."""
-        rows = self.timed(base, variants, ways)
-        self.add(rows)
-        return rows
-
-    def guarded(self, base: Row, work: Callable[[], object]) -> None:
-        """Do the work; an error is a red row of ``base``."""
+    def guarded(self, base: Row, work: Callable[[], Iterable[list[Row]]]) -> None:
+        """Add the rows that the work yields; an error is a red row of ``base``."""
         try:
-            work()
+            for rows in work():
+                self.add(rows)
         except RequestError:
             raise
         except FAILURES as error:
@@ -374,10 +420,12 @@ class Bench:
             self.add([{**base, "red": reason(error)}])
 
     @torch.no_grad()
-    def run(self, work: Callable[[], object], shown: Sequence[str]) -> int:
-        """Do the work, print the rows and return 0, 1 if a row is red, 2 without a file, 130 after Ctrl-C."""
+    def run(self, cases: Iterator[Case], shown: Sequence[str]) -> int:
+        """Measure the cases, print the rows and return 0, 1 if a row is red, 2 without a file, 130 after Ctrl-C."""
         try:
-            work()
+            for base, work in cases:
+                self.step(", ".join(f"{name} {cell(value)}" for name, value in base.items()))
+                self.guarded(base, work)
             self.complete = True
         except KeyboardInterrupt:
             self.step("interrupted")

@@ -2,54 +2,34 @@
 
     python -m profiling.held_out --out build/held_out.json
     python -m profiling.held_out --rows build/held_out.json --tuning build/tune.json        # needs no GPU
-    python -m profiling.held_out --left-out profiling/results/tuning.json                   # nor does this
 
 A point is a layer of other sizes than those of ``twell tune``, with a number of tokens, a pattern and non-zeros of its
-own. 100 points are drawn by one seed, 20 of them training steps; 60 by another: pairs of which 5 to 15 % fire, gated
-layers on 33 to 512 tokens and training steps. Routes are timed as ``twell tune`` does, and "auto" decides by the
-figures of the layer. The loss is the time of its choice over that of the fastest route, minus one. Times and choices
-are of CUDA graphs; those of ``GRAPHS`` tokens have a line of their own, beside the loss of graphs that are captured
-before any figure. ``profiling.bench host`` times eager calls.
+own. The points are those of profiling/results/held_out.json: 100 drawn by one seed ("old"), 20 of them training steps,
+and 60 by another ("new"): pairs of which 5 to 15 % fire, gated layers on 33 to 512 tokens and training steps. Routes
+are timed as ``twell tune`` does; "auto" decides by the figures of the layer. The loss is the time of its choice over
+that of the fastest route, minus one. Times and choices are of CUDA graphs; those of ``GRAPHS`` tokens have a line of
+their own, beside the loss of graphs that are captured before any figure. ``profiling.bench host`` times eager calls.
 
 Points go to --out after each one; --budget-s ends a run between points. --rows decides again at measured points.
---left-out fits without each layer of a file of ``profiling.tune`` in turn, from rates of one digit, and chooses for it.
 """
 
 import argparse
-import dataclasses
-import math
-import random
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
+from profiling.figures import RESULTS
 from profiling.tune import card_of, read, write_rows
 from twell import testing
 from twell.choose import cards, rates
-from twell.choose.cards import Card, Rates
-from twell.choose.rates import Problem
+from twell.choose.cards import Card
 from twell.commands import timing, tune
 from twell.commands.request import exit_status
 from twell.commands.tune import Row
 from twell.testing import Workload
-
-POINTS, TRAINING_POINTS, SEED = 100, 20, 20261122
-NEW_POINTS, NEW_SEED = {"pair": 20, "small": 30, "training": 10}, 20261129
-MOST_TOKENS, MOST_NONZEROS = 16384, 300
-
-# (K, N) of models, by gated or not. ``twell tune`` measures two of the pairs, and none of the gated layers.
-SHAPES = {
-    True: (
-        *((1024, 3072), (1280, 3456), (1152, 6912), (2048, 8192), (2048, 11008), (2304, 9216), (2560, 6912)),
-        *((2560, 9728), (3072, 8192), (3200, 8640), (3584, 18944), (4096, 12288), (5120, 17408)),
-    ),
-    False: ((1024, 4096), (2048, 8192), (2560, 10240), (4096, 16384)),
-}
-GATED_SHARE = 0.85
-PAIRS = ((768, 2048), (1024, 4096), (1280, 5120), (1536, 6144), (2560, 10240), (3072, 12288), (4096, 14336))
 
 # Tokens of the graphs that engines capture for batches that decode.
 GRAPHS = range(16, 513)
@@ -57,62 +37,20 @@ GRAPHS = range(16, 513)
 FEW = 32
 
 
-class Point(NamedTuple):
-    """A call, and a workload drawn with ``seed``."""
-
-    problem: Problem
-    workload: Workload
-    seed: int = 0
+def points() -> list[Row]:
+    """The rows of the published points, each with the seed of its layer."""
+    seeds = {"old": itertools.count(), "new": itertools.count(1000)}
+    return [row | {"seed": next(seeds[row["points"]])} for row in read(RESULTS / "held_out.json")["rows"]]
 
 
-def points(count: int = POINTS, training: int = TRAINING_POINTS, seed: int = SEED) -> list[Point]:
-    """The points, training steps spread among them. They depend on the arguments alone."""
-    draw = random.Random(seed)
-    found = []
-    for i in range(count):
-        is_training = i * training // count != (i + 1) * training // count
-        gated = draw.random() < GATED_SHARE
-        k, n = SHAPES[gated][int(draw.random() * len(SHAPES[gated]))]
-        m = round(math.exp(draw.random() * math.log(MOST_TOKENS)))
-        # half of the layers have fewer than a quarter of the most
-        nonzeros = MOST_NONZEROS * draw.random() ** 2
-        found.append(Point(Problem(m, k, n, gated, is_training), _workload(draw, nonzeros), seed=i))
-    return found
-
-
-def new_points() -> list[Point]:
-    """Points of ``NEW_POINTS`` kinds, mixed, so that a run that ends early has some of each."""
-    draw = random.Random(NEW_SEED)
-    kinds = [kind for kind, count in NEW_POINTS.items() for _ in range(count)]
-    draw.shuffle(kinds)
-    found = []
-    for i, kind in enumerate(kinds):
-        gated = kind != "pair"
-        k, n = draw.choice(SHAPES[True] if gated else PAIRS)
-        low, high = {"pair": (33, 4096), "small": (33, 512), "training": (64, 8192)}[kind]
-        m = round(low * (high / low) ** draw.random())
-        nonzeros = n * draw.uniform(0.05, 0.15) if kind == "pair" else MOST_NONZEROS * draw.random() ** 2
-        found.append(Point(Problem(m, k, n, gated, kind == "training"), _workload(draw, nonzeros), seed=1000 + i))
-    return found
-
-
-def _workload(draw: random.Random, nonzeros: float) -> Workload:
-    """A pattern: a third each are even, uneven and of topics."""
-    kind, *drawn = [draw.random() for _ in range(5)]
-    limits = (0.6, 1.3), (0.2, 0.7), (0, 0.6), (0.25, 0.7)
-    sigma, tokens, dead, rho = (low + (high - low) * at for at, (low, high) in zip(drawn, limits))
-    return (
-        Workload(nonzeros, sigma, tokens, dead, rho if kind >= 2 / 3 else 0.0) if kind >= 1 / 3 else Workload(nonzeros)
-    )
-
-
-def measure(point: Point, device: timing.Device, card: Card, seconds: float) -> Row:
+def measure(point: Row, device: timing.Device, card: Card, seconds: float) -> Row:
     """The row of a point."""
-    m, k, n, *_ = point.problem
-    drawn = tune.draw_workload(point.workload, m, k, n, device.torch_device, point.seed).rows(0, m)
-    layer = tune.Layer(drawn, point.problem, device)
-    figures = layer.figures(rates.SCREENED in tune.sparse_routes(point.problem, card))
-    return tune.row_of(layer, figures, vars(point.workload), card, seconds)
+    problem, workload = tune.problem_of(point), Workload(**point["pattern"])
+    m, k, n, *_ = problem
+    drawn = tune.draw_workload(workload, m, k, n, device.torch_device, point["seed"]).rows(0, m)
+    layer = tune.Layer(drawn, problem, device)
+    figures = layer.figures(rates.SCREENED in tune.sparse_routes(problem, card))
+    return {"points": point["points"], **tune.row_of(layer, figures, point["pattern"], card, seconds)}
 
 
 def decided(row: Row, card: Card) -> Row:
@@ -175,70 +113,28 @@ def _of(losses: Sequence[float]) -> str:
     return f"{len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
 
 
-def left_out(path: Path) -> Iterator[str]:
-    """Losses of choices for each layer by rates fitted to the others. One digit of the shipped rates is their start."""
-    rows = tune.usable(read(path)["rows"])
-    start = Rates(*(float(f"{rate:.0e}") for rate in cards.SHIPPED.rates))
-    losses: dict[bool, list[float]] = {False: [], True: []}
-    for layer in sorted({each.problem[1:3] for each in rows if not each.problem.float8}):
-        others = [each for each in rows if each.problem[1:3] != layer]
-        card = tune.fitted(others, dataclasses.replace(cards.SHIPPED, rates=start))
-        for training, every in losses.items():
-            own = [
-                loss
-                for each in rows
-                if each.problem[1:3] == layer and each.problem.training == training and each.problem.m > FEW
-                if not each.problem.float8 and (loss := tune.loss_of(each, card)) is not None
-            ]
-            every += own
-            if own:
-                yield f"{layer[0]:5} x {layer[1]:5} {'training' if training else 'forward'}: {_of(own)}"
-    for training, every in losses.items():
-        if every:
-            yield f"{'training' if training else f'forward above {FEW} tokens'}, without its layer: {_of(every)}"
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--points", nargs="+", choices=("old", "new"), default=["new", "old"], help="which points (both)")
-    add("--out", type=Path, metavar="FILE", help="write the points as JSON")
-    add("--tuning", nargs="+", type=Path, metavar="FILE", help="decide by rates fitted to these files of tune")
-    add("--rows", type=Path, metavar="FILE", help="measure nothing, decide at the points of this file")
-    add("--left-out", type=Path, metavar="FILE", help="measure nothing, fit to this file of tune without each layer")
-    add("--seconds", type=float, default=0.05, help="GPU time for the samples of one point (default: %(default)s)")
-    add("--budget-s", type=float, default=240.0, help="start no point after this many seconds (default: %(default)s)")
-    return parser.parse_args(argv)
-
-
 def measure_all(arguments: argparse.Namespace, device: timing.Device, card: Card) -> list[Row]:
     """Measure the points and return their rows, which are also written to --out after each one."""
-    started = time.monotonic()
-    rows: list[Row] = []
-    drawn = {"old": points, "new": new_points}
-    chosen = [(name, point) for name in arguments.points for point in drawn[name]()]
+    started, rows, chosen = time.monotonic(), list[Row](), points()
     about = {"machine": testing.machine_line(device.torch_device), "date": tune.now(), "rates": card.machine}
-    for name, point in chosen:
+    for point in chosen:
         if time.monotonic() - started > arguments.budget_s:
             print(f"out of time: {len(rows)} of {len(chosen)} points")
             break
-        rows.append(decided({"points": name, **measure(point, device, card, arguments.seconds)}, card))
+        rows.append(decided(measure(point, device, card, arguments.seconds), card))
         print(line(rows[-1]), flush=True)
         write_rows(arguments.out, rows, **about, complete=len(rows) == len(chosen))
     return rows
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.left_out:
-        print(*left_out(arguments.left_out), sep="\n")
-        return 0
     device = None if arguments.rows else tune.gpu(None)
     card = cards.SHIPPED if device is None else cards.in_use(device.torch_device)
     if arguments.tuning:
         card = card_of([read(path) for path in arguments.tuning])
     if device is None:
         data = read(arguments.rows)
-        rows = [decided({"points": "old", **row}, card) for row in data.pop("rows")]
+        rows = [decided(row, card) for row in data.pop("rows")]
         write_rows(arguments.out, rows, **data)
     else:
         rows = measure_all(arguments, device, card)
@@ -247,7 +143,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, metavar="FILE", help="write the points as JSON")
+    add("--tuning", nargs="+", type=Path, metavar="FILE", help="decide by rates fitted to these files of tune")
+    add("--rows", type=Path, metavar="FILE", help="measure nothing, decide at the points of this file")
+    add("--seconds", type=float, default=0.05, help="GPU time for the samples of one point (default: %(default)s)")
+    add("--budget-s", type=float, default=240.0, help="start no point after this many seconds (default: %(default)s)")
+    arguments = parser.parse_args(argv)
     return exit_status("held_out", lambda: run(arguments))
 
 

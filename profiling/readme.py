@@ -192,7 +192,7 @@ def most_nonzeros() -> str:
 def files() -> str:
     """What is in each file of results."""
     found = {each.name: (each.content, each.shown) for each in measurements.ALL}
-    found |= {name: (content, "frozen") for name, content in measurements.FROZEN.items()}
+    found |= {each.name: (each.content, each.shown) for each in measurements.FROZEN}
     rows = []
     for name, (content, shown) in found.items():
         if (RESULTS / f"{name}.json").exists():
@@ -340,7 +340,7 @@ def of_other_kernels() -> str:
     """One line that names results of other kernels than those of the sources; empty if there are none."""
     now, others = everything.present(), dict[str, list[str]]()
     for path in sorted(RESULTS.glob("*.json")):
-        if (found := everything.kernels_of(path)) and not everything.current(found):
+        if (found := everything.kernels_of(path)) and found != everything.present():
             others.setdefault(found, []).append(path.stem)
     named = "; ".join(f"{hash_} {', '.join(names)}" for hash_, names in others.items())
     return f"note: results of other kernels than the sources, which are {now}: {named}" if named else ""

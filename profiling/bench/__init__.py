@@ -1,14 +1,19 @@
-"""``python -m profiling.bench``: check layers and models, then time them beside dense PyTorch."""
+"""``python -m profiling.bench``: check layers and models, then time them beside dense PyTorch.
+
+The module of a bench has NAME, DESCRIPTION, the table of its OPTIONS, the SECONDS of a case, ``cases(bench)`` and the
+fields that are SHOWN.
+"""
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
 
+from profiling import harness
 from twell.commands.request import exit_status
 
 # The module of a bench by its first word; without one of these, of ``layers``.
-BENCHES = ("model", "moe", "float8", "sae", "firing", "host", "adapters", "portable")
+BENCHES = ("model", "moe", "float8", "sae", "firing", "host", "adapters", "portable", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,5 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=module.DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    module.add_options(top)
-    return exit_status(module.NAME, lambda: module.run(top.parse_intermixed_args(words)))
+    if name == "layers":
+        top.add_argument("ops", nargs="*", type=module.words(module.OPS), default=[["ffn"]], help="operations (ffn)")
+    harness.add_options(top, module.OPTIONS, module.SECONDS)
+
+    def run() -> int:
+        bench = harness.Bench(module.NAME, top.parse_intermixed_args(words))
+        return bench.run(module.cases(bench), module.SHOWN)
+
+    return exit_status(module.NAME, run)

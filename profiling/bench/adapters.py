@@ -1,7 +1,8 @@
 """``python -m profiling.bench adapters``: a layer with LoRA adapters of peft, and without."""
 
-import argparse
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import peft
@@ -11,8 +12,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twell
-from profiling.bench.workloads import Source, parse
-from profiling.harness import Bench, Row, Variant, Way, add_arguments, agrees
+from profiling.bench.workloads import parse
+from profiling.harness import Bench, Case, Row, Variant, Way, agrees, reds
 from twell import testing
 from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
@@ -83,50 +84,38 @@ def by(problem: FFN, adapters: str, rank: int, dy: Tensor | None, way: str) -> C
     return of
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--workload", nargs="+", default=["topic29", "uniform29"], metavar="W", help="(%(default)s)")
-    add("--m", type=at_least(1), default=16384, help="tokens (%(default)s)")
-    add("--k", type=at_least(8), default=testing.PAPER_HIDDEN, help="hidden size (%(default)s)")
-    add("--n", type=at_least(8), default=testing.PAPER_NEURONS, help="neurons (%(default)s)")
-    add("--rank", type=at_least(1), default=16, help="of adapters (%(default)s)")
-    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="dense compiled, too")
-    add_arguments(parser, 0.5)
+OPTIONS = {
+    "--workload": (str, ["topic29", "uniform29"], "without biases"),
+    "--m": (at_least(1), 16384, "tokens"),
+    "--k": (at_least(8), testing.PAPER_HIDDEN, "hidden size"),
+    "--n": (at_least(8), testing.PAPER_NEURONS, "neurons"),
+    "--rank": (at_least(1), 16, "of adapters"),
+    "--compile": (("default", "none"), "default", "dense compiled, too"),
+}
+SECONDS = 0.5
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure as asked; the exit status."""
-    bench, rank = Bench(NAME, arguments), arguments.rank
-    names = ["dense eager", *(["dense compiled"] if arguments.compile else []), "twell"]
+def cases(bench: Bench) -> Iterator[Case]:
+    given = bench.arguments
+    names = ["dense eager", *(["dense compiled"] if given.compile != "none" else []), "twell"]
 
-    def measure(source: Source) -> None:
-        sizes = arguments.m, arguments.k, arguments.n
-        problem = source.load(*sizes, device=bench.device.torch_device, dtype=torch.bfloat16)
+    def measure(base: Row, problem: FFN) -> Iterator[list[Row]]:
+        training, adapters = base["pass"] == "training", base["adapters"]
+        dy = testing.real_upstream(problem) if training else None
+        made = {name: by(problem, adapters, given.rank, dy, name) for name in names}
+        check = agrees(made["dense eager"](""), training)
+        variants = [Variant(name, of, 1, "auto" if name == "twell" else "", check) for name, of in made.items()]
+        rows = bench.timed(base, variants, WAYS)
+        ours, stock = (made[name]("")(0)[0].float() for name in ("twell", "dense eager"))
+        base |= {"difference": float((ours - stock).norm()), "red": reds(rows)}
+        for how in ("graph", "queued"):
+            us = {row["variant"].removeprefix("dense "): row.get(how) for row in rows}
+            yield [{**base, "how": how, "us": us, "gain": rows[-1].get(f"{how}_gain")}]
+
+    for source in parse(given.workload):
+        problem = source.load(given.m, given.k, given.n, device=bench.device.torch_device, dtype=torch.bfloat16)
         if problem.b_gate is not None:
             raise RequestError(f"--workload: expected layers without biases, got {source.name} with one")
-        for training in (False, True):
-            dy = testing.real_upstream(problem) if training else None
-            for adapters in ADAPTERS:
-                base: Row = {
-                    "workload": source.name,
-                    "pass": "training" if training else "forward",
-                    "adapters": adapters,
-                }
-                base |= {"rank": rank, "m": arguments.m}
-                made = {name: by(problem, adapters, rank, dy, name) for name in names}
-                check = agrees(made["dense eager"](""), training)
-                variants = [Variant(name, of, 1, "auto" if name == "twell" else "", check) for name, of in made.items()]
-                rows = bench.timed(base, variants, WAYS)
-                ours, stock = (made[name]("")(0)[0].float() for name in ("twell", "dense eager"))
-                base["difference"] = float((ours - stock).norm())
-                red = "; ".join(row["red"] for row in rows if row["red"])
-                for how in ("graph", "queued"):
-                    us = {row["variant"].removeprefix("dense "): row.get(how) for row in rows}
-                    bench.add([{**base, "how": how, "us": us, "gain": rows[-1].get(f"{how}_gain"), "red": red}])
-
-    def work() -> None:
-        for source in parse(arguments.workload):
-            bench.step(source.name)
-            measure(source)
-
-    return bench.run(work, SHOWN)
+        for what, adapters in itertools.product(("forward", "training"), ADAPTERS):
+            base = {"workload": source.name, "pass": what, "adapters": adapters, "rank": given.rank, "m": given.m}
+            yield base, functools.partial(measure, base, problem)

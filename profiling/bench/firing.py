@@ -1,8 +1,8 @@
 """``python -m profiling.bench firing``: inference of few tokens by the share of neurons that fire."""
 
-import argparse
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import NormalDist
 from typing import Any
@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from profiling.harness import Bench, Row, Settled, Variant, Verdict, Way, add_arguments, beside, verdict
+from profiling.bench import others
+from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, beside, verdict
 from twell import testing
 from twell.commands.request import at_least
 from twell.commands.timing import Call
@@ -20,15 +21,16 @@ from twell.testing import Comparison
 
 NAME = "profiling.bench firing"
 DESCRIPTION = """\
-Time a layer on few tokens by "auto" beside dense PyTorch, in CUDA graphs. Layers have the sizes of models; x and
-weights are normal numbers, and each gate fires by chance. Copies of the weights, used in turn, are larger than L2. A
-floor is the time to read the first projection, and of the others the rows that any token fires, at the rate of a copy.
+Time a layer on few tokens by "auto" beside dense PyTorch, and quack if it can be imported, in CUDA graphs. Layers have
+the sizes of models; x and weights are normal numbers, and each gate fires by chance. Copies of the weights, used in
+turn, are larger than L2. A floor is the time to read the first projection, and of the others the rows that any token
+fires, at the rate of a copy.
 """
 # K, N, whether there is a gate
 LAYERS = ((4096, 16384, False), (2048, 8192, False), (4096, 14336, True), (2048, 5632, True))
 # Calls of a graph, whose launch takes the GPU microseconds.
 CALLS = 16
-SHARES, TOKENS = (0.01, 0.05, 0.1, 0.14, 0.5, 1.0), (1, 4, 8, 16, 32)
+SHARES = (0.01, 0.05, 0.1, 0.14, 0.5, 1.0)
 SHOWN = ("k", "n", "gated", "share", "m", "fired", "us", "error", "floor_us")
 
 
@@ -60,11 +62,6 @@ def by(way: Callable[..., Tensor], x: Tensor, layers: list[tuple[Tensor, ...]]) 
     return lambda strategy: lambda i: (way(x, *layers[i % len(layers)], strategy=strategy),)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--m", type=at_least(1), nargs="+", default=list(TOKENS), help="tokens (%(default)s)")
-    add_arguments(parser, 0.03)
-
-
 def note(row: Row, settled: Settled, errors: dict[str, Comparison]) -> None:
     row["errors"] = errors["y"].ours.frobenius
 
@@ -75,15 +72,18 @@ def checked(right: Tensor, bar: testing.Errors, terms: int, _: str, call: Call, 
     return verdict({"y": Comparison(testing.errors(call(0)[0], right), bar, terms, *budgets)})
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure as asked; the exit status."""
-    bench = Bench(NAME, arguments)
+OPTIONS = {"--m": (at_least(1), [1, 4, 8, 16, 32], "tokens")}
+SECONDS = 0.03
+
+
+def cases(bench: Bench) -> Iterator[Case]:
     on = bench.device.torch_device
 
-    def measure(k: int, n: int, gated: bool, share: float) -> None:
+    def measure(k: int, n: int, gated: bool, share: float) -> Iterator[list[Row]]:
         copies = bench.device.copies_for(2 * k * n)
         layers = [weights(k, n, gated, share, on) for _ in range(copies)]
-        for m in arguments.m:
+        fused = [others.quack(*fields_of(layer), "relu" if gated else "relu2", False) for layer in layers]
+        for m in bench.arguments.m:
             x = torch.randn(m, k, device=on)
             x[:, 0] = 1
             x = x.bfloat16()
@@ -91,20 +91,21 @@ def run(arguments: argparse.Namespace) -> int:
             fired = float(active.any(0).float().mean())
             right = dense(x.double(), *(t.double() for t in layers[0]))
             bar = testing.errors(dense(x, *layers[0]), right)
-
             check = partial(checked, right, bar, int(active.sum()))
             calls = copies * math.ceil(CALLS / copies)
-            variants = [Variant("dense", by(dense, x, layers), calls, "", check, note)]
-            variants.append(Variant("auto", by(sparse, x, layers), calls, "auto", check, note))
+            made = {"dense": (by(dense, x, layers), ""), "auto": (by(sparse, x, layers), "auto")}
+            if None not in fused:
+                made["quack"] = (lambda _: lambda i: (fused[i % copies][0](x),)), ""  # type: ignore[index]  # noqa: B023
+            variants = [Variant(name, of, calls, asked, check, note) for name, (of, asked) in made.items()]
             floor = 2 * k * n * (1 + fired * (2 if gated else 1)) / bench.ceilings.memory * 1e6
             base = {"k": k, "n": n, "gated": gated, "share": share, "m": m, "fired": fired, "floor_us": floor}
-            bench.add([beside(base, bench.timed(base, variants, [Way("graph", "us", unit=1e3)]), "us", "errors")])
+            yield [beside(base, bench.timed(base, variants, [Way("graph", "us", unit=1e3)]), "us", "errors")]
 
-    def work() -> None:
-        for layer in LAYERS:
-            for share in SHARES:
-                bench.step(f"{layer[0]:,} / {layer[1]:,}, {share:.0%}")
-                base = dict(zip(("k", "n", "gated", "share"), (*layer, share)))
-                bench.guarded(base, partial(measure, *layer, share))
+    for layer, share in itertools.product(LAYERS, SHARES):
+        yield dict(zip(("k", "n", "gated", "share"), (*layer, share))), partial(measure, *layer, share)
 
-    return bench.run(work, SHOWN)
+
+def fields_of(layer: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The first projection, up or None, and down."""
+    first, *up, down = layer
+    return first, up[0] if up else None, down

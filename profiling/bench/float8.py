@@ -1,11 +1,9 @@
 """``python -m profiling.bench float8``: a layer of e4m3 weights beside dense fp8 products of PyTorch."""
 
-import argparse
 import functools
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +11,13 @@ from torch import Tensor
 
 import twell
 from profiling import harness
-from profiling.harness import Bench, Row, Settled, Variant, Verdict, Way, add_arguments, verdict
+from profiling.bench.workloads import parse
+from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, verdict
 from twell import float8, testing
 from twell.commands import tune
 from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
-from twell.testing import Comparison, workloads
+from twell.testing import Comparison
 from twell.testing.quantised import Quantised
 
 NAME = "profiling.bench float8"
@@ -43,15 +42,13 @@ GRAPH = Way("graph", "us", "over_dense", 1e3)
 SHOWN = ("workload", "variant", "strategy", "m", "k", "n", "nonzeros", "us", "over_dense", "error", "original")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    add = parser.add_argument
-    add("--workload", nargs="+", default=["topic29"], metavar="NAME", help="drawn, or realN with --real-layers")
-    add("--real-layers", type=Path, metavar="FOLDER", help="recorded layers, layerN.npz")
-    add("--m", type=at_least(1), nargs="+", default=[16384], help="tokens (16384)")
-    add("--k", type=at_least(16), default=2048, help="hidden size of drawn layers (2048)")
-    add("--n", type=at_least(16), default=5632, help="neurons of drawn layers (5632)")
-    add_arguments(parser, 1.0)
+OPTIONS = {
+    "--workload": (str, ["topic29"], "as of profiling.bench, without biases"),
+    "--m": (at_least(1), [16384], "tokens"),
+    "--k": (at_least(16), 2048, "hidden size of drawn layers"),
+    "--n": (at_least(16), 5632, "neurons of drawn layers"),
+}
+SECONDS = 1.0
 
 
 class Weights(Quantised):
@@ -66,27 +63,23 @@ class Weights(Quantised):
         return testing.dense_output(self.problem._replace(x=x))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure as asked; the exit status."""
-    bench = Bench(NAME, arguments)
+def cases(bench: Bench) -> Iterator[Case]:
+    given, on = bench.arguments, bench.device.torch_device
 
-    def work() -> None:
-        for name in arguments.workload:
-            # fewer tokens are the first of the most
-            sizes = {"m": max(arguments.m), "k": arguments.k, "n": arguments.n}
-            on = bench.device.torch_device
-            problem = workloads.load(name, real_layers=arguments.real_layers, device=on, **sizes)
-            if problem.b_gate is not None:
-                raise RequestError(f"--workload: expected layers without biases, got {name} with one")
-            # layers whose gates together exceed L2
-            count = max(1, min(8, _BEYOND_L2 // problem.w_gate.numel()))
-            layers = [Weights(problem), *(Weights(problem.map(torch.clone)) for _ in range(count - 1))]
-            for m in arguments.m:
-                bench.step(f"{name}, M = {m}")
-                measured = Measured(name, layers, m, on)
-                bench.case(measured.base, [*measured.variants()], [GRAPH])
+    def measure(name: str, layers: Sequence[Weights], m: int) -> Iterator[list[Row]]:
+        measured = Measured(name, layers, m, on)
+        yield bench.timed(measured.base, measured.variants(), [GRAPH])
 
-    return bench.run(work, SHOWN)
+    for source in parse(given.workload):
+        # fewer tokens are the first of the most
+        problem = source.load(max(given.m), given.k, given.n, device=on, dtype=torch.bfloat16)
+        if problem.b_gate is not None:
+            raise RequestError(f"--workload: expected layers without biases, got {source.name} with one")
+        # layers whose gates together exceed L2
+        count = max(1, min(8, _BEYOND_L2 // problem.w_gate.numel()))
+        layers = [Weights(problem), *(Weights(problem.map(torch.clone)) for _ in range(count - 1))]
+        for m in given.m:
+            yield {"workload": source.name, "m": m}, functools.partial(measure, source.name, layers, m)
 
 
 def rows_in_float8() -> Callable[..., Any]:

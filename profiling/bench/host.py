@@ -1,6 +1,6 @@
 """``python -m profiling.bench host``: what eager calls of a layer cost the host, and eager calls of few tokens."""
 
-import argparse
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import twell
 from profiling.bench.layers import module_of
-from profiling.harness import Bench, Row, Variant, Verdict, Way, add_arguments
+from profiling.harness import Bench, Case, Row, Variant, Way, agrees
 from twell import testing
 from twell.commands import tune
 from twell.commands.timing import Call
@@ -40,6 +40,8 @@ LAYERS = {
     False: (((2048, 5632), (4096, 11008)), (1, 8, 16, 32, 33, 64, 128, 256, 512, 1024)),
 }
 FEW, PATTERN = 1024, "topic"
+# m, K, N, and whether there is a gate
+Shape = tuple[int, int, int, bool]
 # Calls in a row: of the host few, as the longest step has two dozen launches, and the GPU's queue takes a thousand; of
 # few tokens so many that one in each 64 that measures counts.
 WAYS = {
@@ -111,9 +113,7 @@ def variants(problem: FFN, what: str, m: int, gated: bool, names: Sequence[str])
     with torch.no_grad():
         right = Dense(like)(x)
 
-    def check(strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
-        error = tune.relative_error(outputs[0], right)
-        return {}, "" if error <= tune.MOST_ERROR[False] else f"differs from dense by {error:.1%}"
+    check = agrees(lambda i: (right,), False)
 
     def by(make: Callable[[Any], nn.Module]) -> Callable[[Any], Call]:
         return lambda strategy: call_of(what, make(strategy), x)
@@ -128,40 +128,34 @@ def variants(problem: FFN, what: str, m: int, gated: bool, names: Sequence[str])
             yield Variant(name, by(lambda strategy: module_of(problem, strategy, gated)), 1, name, check)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--parts", nargs="+", choices=tuple(WAYS), default=list(WAYS), help="(%(default)s)")
-    add_arguments(parser, 3.0)
+OPTIONS = {"--parts": (tuple(WAYS), list(WAYS), "what to time")}
+SECONDS = 3.0
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure as asked; the exit status."""
-    bench = Bench(NAME, arguments)
-    on = bench.device.torch_device
+def cases(bench: Bench) -> Iterator[Case]:
+    on, parts = bench.device.torch_device, bench.arguments.parts
 
-    def measure(part: str, what: str, workload: str, problem: FFN, m: int, gated: bool, names: Sequence[str]) -> None:
-        n, k = problem.w_gate.shape
+    def measure(base: Row, draw: Callable[[], FFN], names: Sequence[str]) -> Iterator[list[Row]]:
+        part, what = base["part"], base["what"]
+        with torch.autograd.set_multithreading_enabled(what != ONE_THREAD):
+            made = variants(draw(), what, base["m"], base["gated"], names)
+            rows = bench.timed(base, made, WAYS[part], 1 / 6 if part == "few" else 1.0)
+        yield [finished(row) for row in rows]
+
+    def case(part: str, what: str, workload: str, sizes: Shape, names: Sequence[str], draw: Callable[[], FFN]) -> Case:
+        m, k, n, gated = sizes
         base = {"part": part, "what": what, "workload": workload, "m": m, "k": k, "n": n, "gated": gated}
-        bench.step(f"{part}: {what}, {m} x {k} x {n}")
+        return base, functools.partial(measure, base, draw, names)
 
-        def work() -> None:
-            with torch.autograd.set_multithreading_enabled(what != ONE_THREAD):
-                share = 1 / 6 if part == "few" else 1.0
-                rows = bench.timed(base, list(variants(problem, what, m, gated, names)), WAYS[part], share)
-            bench.add([finished(row) for row in rows])
-
-        bench.guarded(base, work)
-
-    def work() -> None:
-        if "host" in arguments.parts:
-            for what, m in HOST_CALLS:
-                problem = testing.make(WORKLOAD, m, HIDDEN, NEURONS, device=on, dtype=torch.bfloat16)
-                names = ("auto", "row", "union", "function") if what == FORWARD else ("auto", "union", "function")
-                measure("host", what, WORKLOAD, problem, m, True, names)
-        for gated, (shapes, tokens) in LAYERS.items() if "few" in arguments.parts else ():
-            for (k, n), m in itertools.product(shapes, (m for m in tokens if m <= FEW)):
-                measure("few", FORWARD, PATTERN, tune.draw(PATTERN, FEW, k, n, on), m, gated, ("auto",))
-
-    return bench.run(work, SHOWN)
+    for what, m in HOST_CALLS if "host" in parts else ():
+        sizes = m, HIDDEN, NEURONS
+        draw = functools.partial(testing.make, WORKLOAD, *sizes, device=on, dtype=torch.bfloat16)
+        names = ("auto", "row", "union", "function") if what == FORWARD else ("auto", "union", "function")
+        yield case("host", what, WORKLOAD, (*sizes, True), names, draw)
+    for gated, (shapes, tokens) in LAYERS.items() if "few" in parts else ():
+        for (k, n), m in itertools.product(shapes, (m for m in tokens if m <= FEW)):
+            draw = functools.partial(tune.draw, PATTERN, FEW, k, n, on)
+            yield case("few", FORWARD, PATTERN, (m, k, n, gated), ("auto",), draw)
 
 
 def finished(row: Row) -> Row:

@@ -1,6 +1,7 @@
 """``python -m profiling.bench ffn,decode,train``: one layer by strategies beside dense PyTorch, eager and compiled."""
 
 import argparse
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from profiling.bench import others
 from profiling.bench.workloads import EXPLAINED, NAMED, Source, parse
-from profiling.harness import Bench, Row, Settled, Variant, Verdict, Way, add_arguments, ratio, verdict, whole
+from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, agrees, ratio, verdict, whole
 from twell import testing
 from twell._activation import NAMES, activation_of
 from twell._runtime import geometry, specs
@@ -19,7 +21,7 @@ from twell.choose import plan, rates
 from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
 from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, set_down_layout
-from twell.testing import FFN, Case, Comparison
+from twell.testing import FFN, Comparison
 from twell.testing.calls import caller, linear
 
 NAME = "profiling.bench"
@@ -31,10 +33,11 @@ of dense PyTorch, and the bits of replays.
 ffn             the forward pass of all tokens; all calls share the weights, so small weights stay in L2
 decode          the same on each number of --m-decode, from the middle of the workload, with several copies of the
                 weights in turn, whose gates exceed L2
-train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same. Where
-                the hybrid format does not hold the non-zeros, dense is timed instead
-train_overflow  a step of the sparse path where it does not
-model, moe, float8, sae   others, which have a --help of their own
+train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same
+model, moe, float8, sae, firing, host, adapters, portable, generate   others, which have a --help of their own
+
+Layers of others are timed beside these if they can be imported: quack's fused ReGLU, and the paper's own code, from a
+checkout of SakanaAI/sparser-faster-llms in PYTHONPATH, which CUDA graphs do not capture.
 
 --workload: {", ".join(NAMED)}, drawn by name; {",".join(f"{key}=" for key in EXPLAINED)}, drawn, of which
 nnz is required; real:FOLDER, real:FOLDER/3, recorded layers (python -m profiling.record), of their own sizes
@@ -116,10 +119,11 @@ class Layer:
         self.n = problem.w_gate.shape[0]
         self.activation = activation_of(bench.given["activation"], bench.given["threshold"], True)
         self.form = self.activation.options()
+        # others have no biases
+        self.plain = not any(each is not None for each in (problem.b_gate, problem.b_up, problem.b_down))
         parts = [firing(self.fires(x)) for x in problem.x.split(COUNTED)]
         nonzeros, listed, fired = zip(*parts)
         self.firing = Firing(sum(nonzeros), sum(listed), max(fired))
-        self.fits = self.firing.nonzeros <= geometry.hybrid_capacity(self.m, self.n)
         self.dense = {"dense eager": functools.partial(testing.dense_output, **self.form)}
         if dense is not None:
             self.dense["dense compiled"] = functools.partial(dense, **self.form)
@@ -157,25 +161,38 @@ class Forward:
         self.m = len(x[0])
 
     def variants(self, name: str, strategies: Sequence[str], suffix: str = "") -> Iterator[Variant]:
-        """Dense PyTorch first."""
-        for dense, function in self.layer.dense.items():
-            by = functools.partial(self.of_dense, function)
-            yield Variant(f"{dense}{suffix}", by, self.calls, "", self.verify, self.note)
+        """Dense PyTorch, what others have, and the strategies."""
+        calls = {f"{dense}{suffix}": (self.of_dense(function), True) for dense, function in self.layer.dense.items()}
+        for other, (make, captured) in others.ALL.items():
+            made = [make(p.w_gate, p.w_up, p.w_down, self.form["activation"], False) for p in self.weights]
+            if None not in made and self.layer.plain:
+                calls[f"{other}{suffix}"] = self.in_turn([each[0] for each in made if each]), captured
+        for said, (call, captured) in calls.items():
+            by = functools.partial(lambda call, _: call, call)
+            yield Variant(said, by, self.calls, "", self.verify, self.note, captured=captured)
         for requested in strategies:
             yield Variant(name, self.of_sparse, self.calls, requested, self.verify, self.note)
 
-    def of_dense(self, function: Callable[[FFN], Tensor], strategy: object = "") -> Call:
+    def in_turn(self, layers: Sequence[Callable[[Tensor], Tensor]]) -> Call:
+        """The i-th layer on the i-th tokens."""
+        x = self.x
+        return lambda i: (layers[i % len(layers)](x[i % len(x)]),)
+
+    def of_dense(self, function: Callable[[FFN], Tensor]) -> Call:
         x, weights = self.x, self.weights
         return lambda i: (function(weights[i % len(weights)]._replace(x=x[i % len(x)])),)
 
     def of_sparse(self, strategy: Any) -> Call:
-        x, modules = self.x, [module_of(each, strategy, **self.layer.form) for each in self.weights]
-        return lambda i: (modules[i % len(modules)](x[i % len(x)]),)
+        return self.in_turn([module_of(each, strategy, **self.form) for each in self.weights])
+
+    @property
+    def form(self) -> dict[str, Any]:
+        return self.layer.form
 
     @functools.cached_property
     def answer(self) -> tuple[Tensor, testing.Errors, float]:
         """y of all tokens in float64, the errors of dense PyTorch, and the number of roundings behind them."""
-        problem, form = self.weights[0]._replace(x=torch.cat([*self.x[: self.parts]])), self.layer.form
+        problem, form = self.weights[0]._replace(x=torch.cat([*self.x[: self.parts]])), self.form
         right = testing.float64_output(problem, **form)
         dense = whole(self.of_dense(functools.partial(testing.dense_output, **form)), self.parts)
         return right, testing.errors(dense, right), testing.count_roundings(problem, **form)
@@ -236,23 +253,41 @@ class Training:
         )
 
     def variants(self, op: str, strategies: Sequence[str]) -> Iterator[Variant]:
-        """Dense steps, then the sparse ones; of the sparse path that overflows, one."""
+        """Dense steps, those of others, and the sparse ones."""
         for name, function in self.layer.dense.items():
-            yield self.variant(f"{name} train", functools.partial(self.of_dense, function))
-        sparse = "union" if self.layer.fits or op == "train_overflow" else "dense"
-        asked = ["union"] if op == "train_overflow" else strategies
-        for requested in dict.fromkeys(sparse if name in ("row", "union") else name for name in asked):
+            yield self.variant(f"{name} {op}", functools.partial(self.of_dense, function))
+        p = self.problem
+        right = self.step(self.of_dense(self.layer.dense["dense eager"], ""))
+        for name, (make, captured) in others.ALL.items():
+            made = make(p.w_gate, p.w_up, p.w_down, self.layer.form["activation"], True) if self.layer.plain else None
+            if made is not None:
+                # of the gradient of x: those of weights may be laid out otherwise
+                check = agrees(lambda i: right(i)[:1], True)
+                variant = self.variant(f"{name} {op}", functools.partial(self.of_other, *made))
+                yield dataclasses.replace(variant, captured=captured, check=check)
+        for requested in dict.fromkeys("union" if name == "row" else name for name in strategies):
             yield self.variant(op, self.of_sparse, requested)
+
+    def step(self, one: Callable[[int], tuple[tuple[Tensor, ...], Tensor]]) -> Call:
+        """The gradients of the leaves of a forward pass."""
+
+        def call(i: int) -> tuple[Tensor, ...]:
+            leaves, y = one(i % self.copies)
+            return torch.autograd.grad(y, leaves, self.dy[i % self.copies])
+
+        return call
+
+    def of_other(self, call: Callable[[Tensor], Tensor], weights: Sequence[Tensor], strategy: object) -> Any:
+        @torch.enable_grad()
+        def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            x = self.x[i].detach().requires_grad_()
+            return (x, *weights), call(x)
+
+        return forward
 
     def variant(self, name: str, forward: Callable[[Any], Any], requested: str = "") -> Variant:
         def by(strategy: Any) -> Call:
-            one = forward(strategy)
-
-            def step(i: int) -> tuple[Tensor, ...]:
-                leaves, y = one(i % self.copies)
-                return torch.autograd.grad(y, leaves, self.dy[i % self.copies])
-
-            return step
+            return self.step(forward(strategy))
 
         def note(row: Row, settled: Settled, errors: dict[str, Comparison]) -> None:
             note_errors(row, errors)
@@ -291,7 +326,7 @@ class Training:
         layer, form, found = self.layer, self.layer.form, dict[str, Comparison]()
         clean = testing.off_kinks(self.problem, threshold=form["threshold"])
         operands = clean._replace(w_down=clean.w_down.t()).present(gated=True) | {"dy": self.dy[0]}
-        plain = Case("layer", layer.m, layer.k, layer.n, exact=False, wants="all", strategy=strategy)
+        plain = testing.Case("layer", layer.m, layer.k, layer.n, exact=False, wants="all", strategy=strategy)
         # modules have no names that only "auto" chooses
         plain = plain.replace(module="+" not in strategy, **form)
         for case in (plain, plain.replace(aux=True, l1=True)):
@@ -341,110 +376,76 @@ def counts(text: str) -> list[int]:
     return [at_least(1)(item) for item in text.split(",")]
 
 
-OPS = ("ffn", "decode", "train", "train_overflow")
+OPS = ("ffn", "decode", "train")
+STRATEGIES = (*plan.STRATEGIES, SCREENED)
+OPTIONS = {
+    "-m --tokens": (counts, [], f"numbers of tokens ({SIZES[0]}; {CPU_SIZES[0]} on a CPU)"),
+    "-k --hidden": (size(specs.K_CLASSES[-1]), None, f"hidden size ({SIZES[1]}; {CPU_SIZES[1]})"),
+    "-n --neurons": (size(geometry.MAX_NEURONS), None, f"neurons ({SIZES[2]}; {CPU_SIZES[2]})"),
+    "--workload": (str, [], "workloads (all by name)"),
+    "--activation": (NAMES, "relu", "of the gate"),
+    "--threshold": (float, 0.0, "of fatrelu: what gates must exceed"),
+    "--strategy": (words(STRATEGIES), [["auto"]], f"{', '.join(STRATEGIES)}"),
+    "--m-decode": (counts, [], f"tokens of decode, whose -m is the same ({','.join(map(str, FEW))})"),
+    "--compile": (COMPILE, None, "torch.compile's mode for the dense layer (default; none on a CPU)"),
+    "--no-eager": (bool, False, "graphs alone, without eager calls of ffn and train"),
+    "--memory": (bool, False, "peak memory of inference; training always measures it"),
+}
+SECONDS = 3.0
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("ops", nargs="*", type=words(OPS), default=[["ffn"]], metavar="OP", help="operations (ffn)")
-    add(
-        "-m",
-        "--tokens",
-        nargs="+",
-        type=counts,
-        metavar="M",
-        help=f"numbers of tokens ({SIZES[0]}; {CPU_SIZES[0]} on a CPU)",
-    )
-    add("-k", "--hidden", type=size(specs.K_CLASSES[-1]), metavar="K", help=f"hidden size ({SIZES[1]}; {CPU_SIZES[1]})")
-    add("-n", "--neurons", type=size(geometry.MAX_NEURONS), metavar="N", help=f"neurons ({SIZES[2]}; {CPU_SIZES[2]})")
-    add("--workload", nargs="+", action="extend", metavar="W", help="workloads (all by name)")
-    add("--activation", choices=NAMES, default="relu", help="%(choices)s (%(default)s)")
-    add("--threshold", type=float, default=0.0, metavar="T", help="of fatrelu: what gates must exceed (%(default)s)")
-    add(
-        "--strategy",
-        nargs="+",
-        type=words(plan.STRATEGIES),
-        default=[["auto"]],
-        metavar="S",
-        help=f"{', '.join(plan.STRATEGIES)} (auto)",
-    )
-    add("--screen", action="store_true", help='also "union" with the int8 screen of the gate, as "auto" may run it')
-    add(
-        "--m-decode",
-        nargs="+",
-        type=counts,
-        metavar="M",
-        help=f"tokens of decode, whose -m is the same ({','.join(map(str, FEW))})",
-    )
-    add("--compile", choices=COMPILE, help="torch.compile's mode for the dense layer (default; none on a CPU)")
-    add("--no-eager", action="store_true", help="graphs alone, without eager calls of ffn and train")
-    add("--memory", action="store_true", help="peak memory of inference; training always measures it")
-    add_arguments(parser, 3.0)
-
-
-def flat(lists: Sequence[Sequence[Any]] | None) -> list[Any]:
+def flat(lists: Sequence[Sequence[Any]]) -> list[Any]:
     """All items, each once."""
-    return list(dict.fromkeys(item for each in lists or () for item in each))
+    return list(dict.fromkeys(item for each in lists for item in each))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure as asked; the exit status."""
-    swallowed = [text for text in arguments.workload or () if set(text.split(",")) <= set(OPS)]
+def cases(bench: Bench) -> Iterator[Case]:
+    """A case for each workload and number of tokens."""
+    given = bench.arguments
+    swallowed = [text for text in given.workload if set(text.split(",")) <= set(OPS)]
     if swallowed:
         raise RequestError(f"{swallowed[0]} is an operation: expected it before --workload")
     try:
-        activation_of(arguments.activation, arguments.threshold, True).level(torch.bfloat16)
+        activation_of(given.activation, given.threshold, True).level(torch.bfloat16)
     except ValueError as error:
         raise RequestError(str(error)) from error
-    sources, bench = parse(arguments.workload), Bench(NAME, arguments)
-    on_cpu = bench.device.torch_device.type == "cpu"
+    on_cpu, sources = bench.device.torch_device.type == "cpu", parse(given.workload)
     sizes = CPU_SIZES if on_cpu else SIZES
-    k, n = arguments.hidden or sizes[1], arguments.neurons or sizes[2]
-    tokens, decoded = flat(arguments.tokens), flat(arguments.m_decode)
-    if flat(arguments.ops) == ["decode"] and not decoded:
+    k, n = given.hidden or sizes[1], given.neurons or sizes[2]
+    tokens, decoded, ops, strategies = map(flat, (given.tokens, given.m_decode, given.ops, given.strategy))
+    if ops == ["decode"] and not decoded:
         tokens, decoded = [], tokens
     tokens = tokens or [sizes[0]]
     decoded = decoded or [m for m in FEW if m <= min(tokens)]
-    ops, strategies = flat(arguments.ops), [*flat(arguments.strategy), *([SCREENED] if arguments.screen else [])]
-    if arguments.m_decode and "decode" not in ops:
+    if given.m_decode and "decode" not in ops:
         raise RequestError(f"--m-decode is for decode: expected it among the operations, got {', '.join(ops)}")
     if "decode" in ops and max(decoded) > (most := min(DECODED, *tokens)):
         raise RequestError(f"--m-decode must be from 1 to {most} of {min(tokens)} tokens, got {max(decoded)}")
-    if arguments.workload is None and not (sources := [source for source in sources if source.possible(n)]):
+    if not given.workload and not (sources := [source for source in sources if source.possible(n)]):
         raise RequestError(f"{n} neurons are too few for the named workloads: expected --workload")
-    mode = arguments.compile or ("none" if on_cpu else "default")
-    dense = compiled(mode)
-    bench.given |= {
-        "workload": [source.name for source in sources],
-        "m": tokens,
-        "k": k,
-        "n": n,
-        "ops": ops,
-        "compile": mode,
-    }
-    ways = [GRAPH, *(() if arguments.no_eager else EAGER)]
+    mode = given.compile or ("none" if on_cpu else "default")
+    dense, ways = compiled(mode), [GRAPH, *(() if given.no_eager else EAGER)]
+    names = [source.name for source in sources]
+    bench.given |= {"workload": names, "m": tokens, "k": k, "n": n, "ops": ops, "compile": mode}
 
-    def measure(source: Source, m: int) -> None:
-        bench.step(f"{source.name}, M = {m}")
+    def measure(source: Source, m: int) -> Iterator[list[Row]]:
         problem = source.load(m, k, n, device=bench.device.torch_device, dtype=torch.bfloat16)
         layer = Layer(problem, bench, dense)
         base = layer.row(source, layer.m, layer.firing.nonzeros)
         if "ffn" in ops:
             copies = bench.device.copies_for(ITEM * layer.m * layer.k)
             x = [problem.x, *(problem.x.clone() for _ in range(copies - 1))]
-            bench.case(base, [*Forward(layer, [problem], x, 1, copies, layer.firing).variants("ffn", strategies)], ways)
+            yield bench.timed(
+                base, Forward(layer, [problem], x, 1, copies, layer.firing).variants("ffn", strategies), ways
+            )
             del x
-        for op in ("train", "train_overflow"):
-            if op in ops and not (op == "train_overflow" and layer.fits):
-                bench.case(base, [*Training(layer).variants(op, strategies)], ways)
+        if "train" in ops:
+            yield bench.timed(base, Training(layer).variants("train", strategies), ways)
         for few, forward in few_tokens(layer, decoded) if "decode" in ops else ():
             row = layer.row(source, few, forward.fires.nonzeros)
-            bench.case(row, [*forward.variants("decode", strategies, " decode")], [GRAPH])
+            yield bench.timed(row, forward.variants("decode", strategies, " decode"), [GRAPH])
 
-    def work() -> None:
-        for source in sources:
-            for m in tokens:
-                row = {"workload": source.name, "variant": "any", "tokens": m, "k": k, "n": n}
-                bench.guarded(row, functools.partial(measure, source, m))
-
-    return bench.run(work, SHOWN)
+    for source in sources:
+        for m in tokens:
+            row = {"workload": source.name, "variant": "any", "tokens": m, "k": k, "n": n}
+            yield row, functools.partial(measure, source, m)

@@ -7,7 +7,6 @@ and compiling.
 """
 
 import argparse
-import contextlib
 import copy
 import functools
 import gc
@@ -33,7 +32,7 @@ from profiling.bench.models_random import (
     paper_nnz,
     parse_sizes,
 )
-from profiling.harness import SETTLING, Bench, Row, Settled, Variant, Verdict, Way, add_arguments, ratio
+from profiling.harness import SETTLING, Bench, Case, Row, Settled, Variant, Verdict, Way, ratio
 from twell import _sparsify, recipe, testing
 from twell._analyze import report
 from twell._analyze.layers import found
@@ -51,7 +50,7 @@ torch.compile of each decoder layer, in turn. Only right results have a time: ou
 are compared with those in fp32, and an error of more than 1.1 times that of dense eager is red. With few tokens more is
 allowed: 1.14 times for 8,192 tokens, 1.39 for 128.
 
-MODEL     a folder from save_pretrained with ReLU layers, run on --text, with the model's own sparsity
+--model   a folder from save_pretrained with ReLU layers, run on --text, with the model's own sparsity
 --config  0.5B, 1B, 1.5B, 2B: sizes of the paper, with random weights. Thresholds give each layer non-zeros around the
           paper's mean: 39, 34 (interpolated), 29 and 24. LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]] is any other
 forward   the decoder without its LM head on --batch sequences of --sequence tokens, bf16, as in the paper
@@ -60,6 +59,7 @@ train     an optimizer step on --accumulate passes of --micro-batch sequences: f
           L1, backward, in bf16 autocast over fp32 weights, and AdamW of rate 0, which keeps the sparsity
 """
 OPS = ("forward", "logits", "train")
+BACKENDS = ("inductor", "eager", "none")
 KINDS = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
 # Largest errors against fp32 over those of dense eager: of the whole, and of the worst token or weight. The latter
 # finds faults in one place, as large as the values themselves; in trained models it varies. Both are for many tokens;
@@ -75,25 +75,22 @@ SHOWN = (
 )  # fmt: skip
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add, number = parser.add_argument, number_above(0)
-    add("model", type=Path, nargs="?", metavar="MODEL", help="folder of a saved model with its tokenizer")
-    add("--config", type=parse_sizes, nargs="+", metavar="SIZE", help=f"{', '.join(PAPER)} or sizes: see above")
-    add("--text", type=Path, nargs="+", metavar="PATH", help="text files or folders for MODEL")
-    add("--nnz", type=number, nargs="+", metavar="Z", help="mean non-zeros per token, for all --config or for each")
-    add("--skew", type=number_from(0, 10), metavar="S", help="spread of the neurons' readiness to fire (1.0)")
-    add("--dead", type=number_from(0, 1), metavar="D", help="share of neurons that never fire (0.3)")
-    add("--topic", type=number_from(0, 1), metavar="R", help="correlation of a document's tokens; 0 is hardest (0.5)")
-    add("--seed", type=at_least(0), metavar="N", default=0, help="seed of weights and tokens (%(default)s)")
-    add("--ops", nargs="+", choices=OPS, default=list(OPS), help="operations (default: all)")
-    add("--batch", type=at_least(1), metavar="B", default=64, help="sequences of a forward pass (%(default)s)")
-    add("--sequence", type=at_least(2), metavar="S", default=2048, help="tokens of a sequence (%(default)s)")
-    add("--micro-batch", type=at_least(1), metavar="B", help="sequences of a training pass (8, or fewer to fit memory)")
-    add("--accumulate", type=at_least(1), metavar="A", default=2, help="passes of a training step (%(default)s)")
-    add("--compile", metavar="BACKEND", help="inductor, none, or a backend of torch.compile (none on a CPU)")
-    add("--rounds", type=at_least(1), metavar="N", default=5, help="timed calls of each variant (%(default)s)")
-    add("--energy", action="store_true", help="energy of the whole board per token, by NVML: each variant alone")
-    add_arguments(parser, 1e-3)
+OPTIONS = {
+    "--model": (Path, None, "folder of a saved model with its tokenizer"),
+    "--text": (Path, [], "text files or folders for --model"),
+    "--config": (parse_sizes, [], f"{', '.join(PAPER)} or sizes: see above"),
+    "--nnz": (number_above(0), None, "mean non-zeros per token of each --config (the paper's)"),
+    "--topic": (number_from(0, 1), None, "correlation of a document's tokens; 0 is hardest (0.5)"),
+    "--ops": (OPS, list(OPS), "operations"),
+    "--batch": (at_least(1), 64, "sequences of a forward pass"),
+    "--sequence": (at_least(2), 2048, "tokens of a sequence"),
+    "--micro-batch": (at_least(1), 8, "sequences of a training pass"),
+    "--accumulate": (at_least(1), 2, "passes of a training step"),
+    "--compile": (BACKENDS, None, "backend of torch.compile (inductor; none on a CPU)"),
+    "--rounds": (at_least(1), 5, "timed calls of each variant"),
+    "--energy": (bool, False, "energy of the whole board per token, by NVML: each variant alone"),
+}
+SECONDS = 1e-3
 
 
 class Subject:
@@ -129,11 +126,9 @@ class Operation:
     def __init__(self, subject: Subject, op: str, bench: Bench) -> None:
         self.subject, self.op, self.bench, self.training = subject, op, bench, op == "train"
         given = bench.given
-        sequences = (given["micro_batch"] or 8) * given["accumulate"] if self.training else given["batch"]
+        sequences = given["micro_batch"] * given["accumulate"] if self.training else given["batch"]
         self.batches = [ids.to(subject.device) for ids in subject.ids[: 2 * sequences].split(sequences)]
-        self.micro_batch = sequences
-        if self.training:
-            self.micro_batch = given["micro_batch"] or fitting_micro_batch(subject, 8, given["sequence"])
+        self.micro_batch = given["micro_batch"] if self.training else sequences
         self.checked = self.batches[0][: self.micro_batch if self.training else min(CHECKED, sequences)]
         self.truth = self.results(subject.cast(torch.float32, copied=not self.training), None, self.checked, 1)
         free(subject.device)
@@ -286,35 +281,18 @@ def free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def fitting_micro_batch(subject: Subject, wanted: int, sequence: int) -> int:
-    """Sequences of a training pass that the GPU easily holds: ``wanted`` or a half, a quarter, ... of it.
-
-    By the memory of dense eager PyTorch (measured with K = 2,048 and N = 5,632): 28 K + 10 N bytes per token and layer,
-    14 bytes per logit, 18 per parameter. A third of the memory stays free for the allocator's fragments.
-    """
-    if subject.device.type != "cuda":
-        return wanted
-    config, memory = subject.config, torch.cuda.get_device_properties(subject.device).total_memory
-    a_layer = 28 * config.hidden_size + 10 * config.intermediate_size
-    a_token = config.num_hidden_layers * a_layer + 14 * config.vocab_size
-    while wanted > 1 and wanted * sequence * a_token > memory * 2 / 3 - 18 * subject.parameters:
-        wanted //= 2
-    return wanted
-
-
 # The command
 
 
 def subjects(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Subject]]]:
     """The name of each model, and what makes it."""
-    step = (arguments.micro_batch or 8) * arguments.accumulate
+    step = arguments.micro_batch * arguments.accumulate
     # two batches of each operation, so that no two successive calls are the same
     needed = 2 * max(step if op == "train" else arguments.batch for op in arguments.ops)
     if arguments.model is not None:
         yield arguments.model.resolve().name, functools.partial(saved, arguments, needed, device)
-    for i, shape in enumerate(arguments.config or ()):
-        nnz = arguments.nnz and arguments.nnz[min(i, len(arguments.nnz) - 1)]
-        yield shape.name, functools.partial(drawn, arguments, needed, shape, nnz, device)
+    for shape in arguments.config:
+        yield shape.name, functools.partial(drawn, arguments, needed, shape, device)
 
 
 def saved(arguments: argparse.Namespace, needed: int, device: torch.device) -> Subject:
@@ -328,81 +306,65 @@ def saved(arguments: argparse.Namespace, needed: int, device: torch.device) -> S
     return Subject(arguments.model.resolve().name, loaded.model, torch.tensor(text.sequences, device="cpu"))
 
 
-def drawn(
-    arguments: argparse.Namespace, needed: int, shape: LlamaSizes, nnz: float | None, device: torch.device
-) -> Subject:
+def drawn(arguments: argparse.Namespace, needed: int, shape: LlamaSizes, device: torch.device) -> Subject:
     """A model with random weights, and its tokens."""
-    chosen = {name: getattr(arguments, name) for name in ("skew", "dead", "topic")}
-    pattern = Pattern(nnz or paper_nnz(shape), **{name: value for name, value in chosen.items() if value is not None})
-    ids = draw_ids(shape, needed, arguments.sequence, pattern.topic, seed=arguments.seed)
+    topic = Pattern.topic if arguments.topic is None else arguments.topic
+    pattern = Pattern(arguments.nnz or paper_nnz(shape), topic=topic)
+    ids = draw_ids(shape, needed, arguments.sequence, topic)
     try:
         model = build(shape, arguments.sequence, device)
     except ValueError as error:
         raise RequestError(f"--config {shape.name}: {error}") from None
-    draw(model, ids, pattern, arguments.seed)
+    draw(model, ids, pattern)
     return Subject(shape.name, model, ids, str(pattern))
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise RequestError for arguments that contradict each other."""
-    if (arguments.model is None) == (arguments.config is None):
-        got = "neither" if arguments.model is None else "both"
-        raise RequestError(f"expected either the folder of a model or --config, got {got}")
-    if arguments.model is not None and arguments.text is None:
-        raise RequestError("--text: expected text to run the model on, got none")
-    if arguments.model is None and arguments.text is not None:
-        raise RequestError("--text is for MODEL: --config draws its tokens")
-    own = [name for name in ("nnz", "skew", "dead", "topic") if getattr(arguments, name) is not None]
-    if arguments.model is not None and own:
-        raise RequestError(f"--{own[0]} is for --config: a trained model has its own sparsity")
-    if arguments.nnz is not None and len(arguments.nnz) not in (1, len(arguments.config)):
-        count = len(arguments.config)
-        raise RequestError(
-            f"--nnz: expected one value or one for each of {count} configurations, got {len(arguments.nnz)}"
-        )
-    # backends for debugging are accepted, too
-    known = ("none", *torch._dynamo.list_backends(None))
-    if arguments.compile not in (None, *known):
-        raise RequestError(f"--compile must be one of {', '.join(known)}, got {arguments.compile!r}")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Measure as asked; the exit status."""
-    check(arguments)
+    folder, text, config = arguments.model is not None, bool(arguments.text), bool(arguments.config)
+    own = [name for name in ("nnz", "topic") if getattr(arguments, name) is not None]
+    wrong = {
+        f"expected either --model or --config, got {'both' if folder else 'neither'}": folder == config,
+        "--text: expected text to run the model on, got none": folder and not text,
+        "--text is for --model: --config draws its tokens": config and text,
+        f"--{''.join(own[:1])} is for --config: a trained model has its own sparsity": folder and bool(own),
+    }
+    for said, is_so in wrong.items():
+        if is_so:
+            raise RequestError(said)
     if arguments.energy and pick_device(arguments.device or "cuda").type == "cpu":
         raise RequestError("--energy needs a CUDA device, got cpu")
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    arguments, device = bench.arguments, bench.device.torch_device
+    check(arguments)
     models: list[dict[str, Any]] = []
-    bench = Bench(NAME, arguments, models=models)
-    device = bench.device.torch_device
+    bench.facts["models"] = models
     bench.given |= {"compile": arguments.compile or ("none" if device.type == "cpu" else "inductor")}
-    bench.given["config"] = [shape.name for shape in arguments.config or ()]
+    bench.given["config"] = [shape.name for shape in arguments.config]
     bench.given["model"] = None if arguments.model is None else arguments.model.resolve().name
-    bench.given["text"] = [path.name for path in arguments.text or ()]
+    bench.given["text"] = [path.name for path in arguments.text]
     way = Way("queued", "ms", "speedup", calls=2, least=-(-arguments.rounds // 2), warm=1)
 
-    def measure(subject: Subject, op: str) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(free, device)
+    def measure(subject: Subject, op: str) -> Iterator[list[Row]]:
+        try:
             operation = Operation(subject, op, bench)
-            rows = bench.timed(operation.base(), list(operation.variants()), [way])
+            rows = bench.timed(operation.base(), operation.variants(), [way])
             for row in rows:
-                row["tokens_per_ms"] = row["tokens"] / row["ms"] if row.get("ms") else None
-            bench.add(rows)
-
-    def work() -> None:
-        for name, make in subjects(arguments, device):
-            bench.step(f"{name}: weights and tokens")
-            subject = make()
-            models.append(subject.facts())
-            # train comes last: it casts the weights
-            for op in (op for op in OPS if op in arguments.ops):
-                bench.step(f"{name}: {op}")
-                bench.guarded({"op": op, "config": name, "variant": "any"}, functools.partial(measure, subject, op))
-            del subject
+                row["tokens_per_ms"] = row["ms"] and row["tokens"] / row["ms"]
+            yield rows
+        finally:
             free(device)
 
-    status = bench.run(work, SHOWN)
-    for each in models:
-        counts = ", ".join(f"{value:.3g}" for value in each["non_zeros"])
-        print(f"{each['config']}: {each['parameters']:,} parameters; non-zeros per token by layer: {counts}")
-    return status
+    for name, make in subjects(arguments, device):
+        bench.step(f"{name}: weights and tokens")
+        subject = make()
+        models.append(subject.facts())
+        # train comes last: it casts the weights
+        for op in (op for op in OPS if op in arguments.ops):
+            yield {"op": op, "config": name, "variant": "any"}, functools.partial(measure, subject, op)
+        counts = ", ".join(f"{value:.3g}" for value in subject.non_zeros)
+        bench.step(f"{name}: {subject.parameters:,} parameters; non-zeros per token by layer: {counts}")
+        del subject
+        free(device)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from profiling.harness import Bench, Row, Settled, Variant, Verdict, Way, add_arguments, ratio, verdict
+from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, ratio, verdict
 from twell import float8, testing
 from twell._activation import activation_of
 from twell.commands.request import at_least, number_from
@@ -44,7 +44,6 @@ SHAPES = {
     "ultra": Shape(2048, 5120, 512, 22),
     "tiny": Shape(64, 512, 8, 2),
 }
-SEQUENCES = (1, 8, 32, 64, 128, 256, 1024)
 # Calls of a recording, each with routes of its own.
 CALLS = 16
 GROUPED = "grouped products"
@@ -54,32 +53,22 @@ GROUPED = "grouped products"
 # dense products that read each weight that is touched once, at the rate of a copy. floor_us: to read what must be.
 GRAPH = Way("graph", "us", "over_grouped", 1e3)
 SHOWN = (
-    "shape",
-    "variant",
-    "sequences",
-    "firing",
-    "skew",
-    "touched",
-    "us",
-    "over_grouped",
-    "over_copy",
-    "floor_us",
+    "shape", "variant", "sequences", "firing", "skew", "touched", "us", "over_grouped", "over_copy", "floor_us",
     "error",
-)
+)  # fmt: skip
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    add = parser.add_argument
-    add("--shapes", nargs="+", choices=SHAPES, default=["nano"], help="(nano)")
-    add("--sequences", type=at_least(1), nargs="+", default=list(SEQUENCES), metavar="N", help=f"{SEQUENCES}")
-    add("--firing", type=number_from(0.001, 0.999), nargs="+", default=[FIRING], metavar="SHARE", help=f"({FIRING})")
-    add("--skew", type=float, nargs="+", default=[0.0], metavar="S", help="of routes: the r-th expert like r^-S (0)")
-    add("--gated", action="store_true", help="experts have a gate")
-    add("--activation", choices=["relu", "relu2"], default="relu2", help="(relu2)")
-    add("--weights", nargs="+", choices=("bfloat16", "e4m3"), default=["bfloat16"], help="(bfloat16)")
-    add("--strategies", nargs="+", choices=("row", "dense", "auto"), default=["row", "dense", "auto"])
-    add_arguments(parser, 1.0)
+OPTIONS = {
+    "--shapes": (tuple(SHAPES), ["nano"], "sizes of layers"),
+    "--sequences": (at_least(1), [1, 8, 32, 64, 128, 256, 1024], "that decode"),
+    "--firing": (number_from(0.001, 0.999), [FIRING], "shares"),
+    "--skew": (number_from(0), [0.0], "of routes: the r-th expert like r^-S"),
+    "--gated": (bool, False, "experts have a gate"),
+    "--activation": (("relu", "relu2"), "relu2", "of experts"),
+    "--weights": (("bfloat16", "e4m3"), ["bfloat16"], "dtypes"),
+    "--strategies": (("row", "dense", "auto"), ["row", "dense", "auto"], "of twell"),
+}
+SECONDS = 1.0
 
 
 class Layer:
@@ -157,9 +146,8 @@ class Layer:
         floors = {"dense": once * self.products, "row": once + sum(map(self.fired_bytes, problems)) / len(problems)}
 
         def floor(name: str, e4m3: bool = False) -> Row:
-            return {
-                "floor_us": floors["dense" if name == "dense" else "row"] / (1 + e4m3) / bench.ceilings.memory * 1e6
-            }
+            moved = floors["dense" if name == "dense" else "row"] / (1 + e4m3)
+            return {"floor_us": moved / bench.ceilings.memory * 1e6}
 
         if bench.device.torch_device.type == "cuda":
             calls = [self.grouped(problem) for problem in problems]
@@ -194,20 +182,20 @@ def note_error(row: Row, settled: Settled, errors: dict[str, Comparison]) -> Non
     row["error"] = ratio(errors["y"].ours.frobenius, errors["y"].dense.frobenius)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure as asked; the exit status."""
-    bench = Bench(NAME, arguments)
+def cases(bench: Bench) -> Iterator[Case]:
+    given = bench.arguments
 
-    def work() -> None:
-        for name, firing, skew in itertools.product(arguments.shapes, arguments.firing, arguments.skew):
-            layer = Layer(arguments, SHAPES[name], firing, skew, bench.device.torch_device)
-            for sequences in arguments.sequences:
-                problems = layer.problems(sequences)
-                touched = sum(len(problem.expert_ids.unique()) for problem in problems) / len(problems)
-                base = {"shape": name, "sequences": sequences, "firing": firing, "skew": skew, "touched": touched}
-                rows = bench.case(base, [*layer.variants(problems, bench, touched)], [GRAPH])
-                copy = touched * layer.weight_bytes * layer.products / bench.ceilings.memory * 1e6
-                for row in rows:
-                    row["over_copy"] = None if row.get("us") is None else copy / row["us"]
+    def measure(base: Row, layer: Layer) -> Iterator[list[Row]]:
+        problems = layer.problems(base["sequences"])
+        base["touched"] = sum(len(problem.expert_ids.unique()) for problem in problems) / len(problems)
+        rows = bench.timed(base, layer.variants(problems, bench, base["touched"]), [GRAPH])
+        copy = base["touched"] * layer.weight_bytes * layer.products / bench.ceilings.memory * 1e6
+        for row in rows:
+            row["over_copy"] = row["us"] and copy / row["us"]
+        yield rows
 
-    return bench.run(work, SHOWN)
+    for name, firing, skew in itertools.product(given.shapes, given.firing, given.skew):
+        layer = Layer(given, SHAPES[name], firing, skew, bench.device.torch_device)
+        for sequences in given.sequences:
+            base = {"shape": name, "sequences": sequences, "firing": firing, "skew": skew}
+            yield base, functools.partial(measure, base, layer)

@@ -1,6 +1,5 @@
 """``python -m profiling.bench portable``: the portable family of kernels beside Hopper's, on one Hopper GPU."""
 
-import argparse
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from profiling.bench.workloads import Source, parse
-from profiling.harness import Bench, Variant, Way, add_arguments, agrees, beside
+from profiling.harness import Bench, Case, Row, Variant, Way, agrees, beside
 from twell import ops, testing, tuning
 from twell._runtime import program, specs
-from twell.commands.request import at_least
+from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
 from twell.testing import FFN
 
@@ -67,17 +66,18 @@ def product(problems: list[FFN], output: object) -> Call:
     return lambda i: (torch.mm(problems[i].x, problems[i].w_gate.t()),)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--workload", nargs="+", default=["topic29", "uniform29"], metavar="W", help="(%(default)s)")
-    add("--m", type=at_least(1), default=TOKENS, help="tokens of most calls (%(default)s)")
-    add("--sizes", type=int, nargs=2, default=[2048, 5632], metavar=("K", "N"), help="(%(default)s)")
-    add_arguments(parser, 0.5)
+OPTIONS = {
+    "--workload": (str, ["topic29", "uniform29"], "as of profiling.bench"),
+    "--m": (at_least(1), TOKENS, "tokens of most calls"),
+    "--sizes": (at_least(8), [2048, 5632], "K and N"),
+}
+SECONDS = 0.5
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure as asked; the exit status."""
-    bench, many = Bench(NAME, arguments), arguments.m
+def cases(bench: Bench) -> Iterator[Case]:
+    many, sizes = bench.arguments.m, bench.arguments.sizes
+    if len(sizes) != 2:
+        raise RequestError(f"--sizes: expected K and N, got {sizes}")
     by_row, by_union = (functools.partial(testing.sparse_output, strategy=name) for name in ("row", "union"))
     calls: dict[str, tuple[int, Callable[..., Call], Any]] = {
         "gate": (many, gate, None),
@@ -88,9 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         **{f"gate, {m} tokens": (m, gate, None) for m in FEW},
     }
 
-    def measure(source: Source, name: str) -> None:
-        m, make, output = calls[name]
-        first = source.load(m, *arguments.sizes, device=bench.device.torch_device, dtype=torch.bfloat16)
+    def measure(base: Row, source: Source, m: int, make: Callable[..., Call], output: Any) -> Iterator[list[Row]]:
+        first = source.load(m, *sizes, device=bench.device.torch_device, dtype=torch.bfloat16)
         size = sum(t.numel() * t.element_size() for t in first if t is not None)
         copies = bench.device.copies_for(size) if m < many else 1
         problems = [first, *(first.map(torch.clone) for _ in range(copies - 1))]
@@ -111,13 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
             "dense compiled": make(problems, torch.compile(testing.dense_output, dynamic=False)),
         }  # fmt: skip
         variants += [Variant(said, of(call), copies) for said, call in others.items()]
-        base = {"workload": source.name, "call": name}
-        bench.add([beside(base, bench.timed(base, variants, [Way("graph", "us", unit=1e3)]), "us")])
+        yield [beside(base, bench.timed(base, variants, [Way("graph", "us", unit=1e3)]), "us")]
 
-    def work() -> None:
-        for source in parse(arguments.workload):
-            for name in calls:
-                bench.step(f"{source.name}, {name}")
-                bench.guarded({"workload": source.name, "call": name}, functools.partial(measure, source, name))
-
-    return bench.run(work, SHOWN)
+    for source in parse(bench.arguments.workload):
+        for name, how in calls.items():
+            base = {"workload": source.name, "call": name}
+            yield base, functools.partial(measure, base, source, *how)

@@ -1,6 +1,6 @@
 """``python -m profiling.bench sae``: a sparse autoencoder beside dense PyTorch, forward and in training."""
 
-import argparse
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from profiling.bench.layers import COMPILE, SCREENED
 from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Answer, Autoencoder, dense, draw, sparse
-from profiling.harness import Bench, Row, Settled, Variant, Way, add_arguments, ratio
+from profiling.harness import Bench, Case, Row, Settled, Variant, Way, ratio
 from twell.choose.plan import route_of
 from twell.commands.request import at_least, number_above
 from twell.commands.timing import Call
@@ -40,20 +40,19 @@ SHOWN = (
 )  # fmt: skip
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    add = parser.add_argument
-    add("--neurons", type=at_least(8), nargs="+", default=[16_384, 65_536, 262_144], metavar="N", help="(%(default)s)")
-    add("--hidden", type=at_least(8), default=2304, metavar="K", help="size of x (%(default)s)")
-    add("--tokens", type=at_least(1), default=8192, metavar="M", help="(%(default)s)")
-    add("--nonzeros", type=number_above(0), default=60.0, metavar="L0", help="per token (%(default)s)")
-    add("--top-k", type=at_least(1), default=64, metavar="K", help='of "topk" (%(default)s)')
-    add("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
-    add("--ops", nargs="+", choices=OPS, default=list(OPS))
-    add("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
-    add("--compile", choices=COMPILE, help="torch.compile's mode for dense (default; none on a CPU)")
-    add("--no-eager", action="store_true", help="graphs alone, without eager calls")
-    add_arguments(parser, 2.0)
+OPTIONS = {
+    "--neurons": (at_least(8), [16_384, 65_536, 262_144], "of the autoencoder"),
+    "--hidden": (at_least(8), 2304, "size of x"),
+    "--tokens": (at_least(1), 8192, "of a call"),
+    "--nonzeros": (number_above(0), 60.0, "per token"),
+    "--top-k": (at_least(1), 64, 'of "topk"'),
+    "--patterns": (PATTERNS, list(PATTERNS), "of the codes"),
+    "--ops": (OPS, list(OPS), "operations"),
+    "--strategies": (STRATEGIES, list(STRATEGIES), "of twell"),
+    "--compile": (COMPILE, None, "torch.compile's mode for dense (default; none on a CPU)"),
+    "--no-eager": (bool, False, "graphs alone, without eager calls"),
+}
+SECONDS = 2.0
 
 
 class Measured:
@@ -105,23 +104,20 @@ class Measured:
             row["peak_bytes"] = peak + sum(t.numel() * t.element_size() for t in self.o if isinstance(t, Tensor))
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure as asked; the exit status."""
-    bench = Bench(NAME, arguments)
-    bench.given["compile"] = arguments.compile or ("default" if bench.device.torch_device.type == "cuda" else "none")
+def cases(bench: Bench) -> Iterator[Case]:
+    given = bench.arguments
+    bench.given["compile"] = given.compile or ("default" if bench.device.torch_device.type == "cuda" else "none")
     torch._dynamo.config.recompile_limit = 256
-    sizes = {"m": arguments.tokens, "k": arguments.hidden, "nonzeros": arguments.nonzeros, "top_k": arguments.top_k}
-    ways = [GRAPH] if arguments.no_eager else [GRAPH, QUEUED]
+    sizes = {"m": given.tokens, "k": given.hidden, "nonzeros": given.nonzeros, "top_k": given.top_k}
+    ways = [GRAPH] if given.no_eager else [GRAPH, QUEUED]
 
-    def work() -> None:
-        for n, pattern in itertools.product(arguments.neurons, arguments.patterns):
-            if pattern == "topk" and n > MOST_TOPK:
-                continue
-            bench.step(f"{pattern}, N = {n}")
-            o = draw(pattern, n, bench.device.torch_device, **sizes)
-            answer = Answer(o)
-            for op in arguments.ops:
-                base = {"pattern": pattern, "op": op, "n": n, "nonzeros": answer.nonzeros}
-                bench.case(base, [*Measured(o, answer, op, bench).variants()], ways)
+    def measure(pattern: str, n: int) -> Iterator[list[Row]]:
+        o = draw(pattern, n, bench.device.torch_device, **sizes)
+        answer = Answer(o)
+        for op in given.ops:
+            base = {"pattern": pattern, "op": op, "n": n, "nonzeros": answer.nonzeros}
+            yield bench.timed(base, Measured(o, answer, op, bench).variants(), ways)
 
-    return bench.run(work, SHOWN)
+    for n, pattern in itertools.product(given.neurons, given.patterns):
+        if pattern != "topk" or n <= MOST_TOPK:
+            yield {"pattern": pattern, "n": n}, functools.partial(measure, pattern, n)

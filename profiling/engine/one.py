@@ -1,9 +1,8 @@
 """One engine in a process of its own, which ``profiling.engine`` starts: makes tokens and says how fast.
 
-The process writes FOLDER/NAME.ready once the engine has started. Then each line of its input names a workload by its
-place and what to do: "run" it, or "end" its runs by timing a step. From "end" on FOLDER/NAME.json has the workload. The
-process answers with the same line in FOLDER/NAME.answer. Steps are timed while all sequences decode: at the end of a
-run some have ended, and what their places in the graph's inputs hold says nothing.
+It sends its figures so far once it has started, and after each request: a workload by its place, and "run" it, or "end"
+its runs by timing a step. Steps are timed while all sequences decode: at the end of a run some have ended, and what
+their places in the graph's inputs hold says nothing.
 """
 
 import json
@@ -11,41 +10,85 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from profiling.engine import inside
-from twell import _files
+import torch
 
 # Tokens that each sequence has made when a step is timed, and those it may make.
 _BEGUN, _MOST = 8, 1024
 # The engines whose tokens others are compared with, and most sequences of a workload for which that is done.
 COMPARED, MOST_COMPARED = ("stock", "stock-eager"), 64
+# Replays of a graph before it is timed, and timed ones; cycles for which the GPU waits meanwhile, since a slow host
+# takes longer to launch a graph than the GPU to run it.
+_BEFORE, _TIMED, _WAITED = 5, 30, 400_000_000
 
 
-def generate(engine: Any, prompts: list[list[int]], new: int) -> tuple[list[list[int]], float]:
-    """So many ``new`` tokens of each prompt, and the seconds that they took."""
+def serve(connection: Any, spec: Mapping[str, Any]) -> None:
+    """Measure by requests of the connection, until that ends."""
+    folder, name = Path(spec["folder"]), spec["name"]
+    os.setsid()
+    log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    # vLLM reads the environment when it is imported; functions below are sent to the worker
+    os.environ |= {
+        "TWELL_VLLM": "off" if name in COMPARED else "auto",
+        "VLLM_CACHE_ROOT": str(folder / "cache" / name),
+        "PYTHONUNBUFFERED": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    from vllm import LLM
+    from vllm import __version__ as version
+
+    began, fixed = time.monotonic(), {"skip_tokenizer_init": True, "enable_prefix_caching": False, "seed": 0}
+    engine = LLM(str(folder / "relu"), **fixed, **spec["options"])
+    found: dict[str, Any] = {"name": name, "vllm": version, "start_s": time.monotonic() - began, "workloads": []}
+    found["started"] = engine.collective_rpc(describe)[0]
+    prompts = json.loads((folder / "prompts.json").read_text())
+    connection.send(found)
+    while True:
+        place, what = connection.recv()
+        length, count, new = spec["workloads"][place]
+        given = prompts[str(length)][:count]
+        if place == len(found["workloads"]):
+            row = {"prompt": length, "sequences": count, "new": new, "seconds": [], "step_ms": None, "gaps": []}
+            found["workloads"].append(row)
+        row = found["workloads"][place]
+        if what == "run":
+            start = time.perf_counter()
+            row["tokens"] = [list(each.token_ids) for each in generate(engine, given, new)]
+            row["seconds"].append(time.perf_counter() - start)
+        else:
+            del row["seconds"][0]
+            row["per_s"] = (count * (length if new == 1 else new)) / statistics.median(row["seconds"])
+            if new > 1 and "enforce_eager" not in spec["options"]:
+                times = step(engine, given, *[replay] * 3)
+                row["step_ms"] = None if None in times else statistics.median(times)
+            if new > 1 and name in COMPARED and count <= MOST_COMPARED:
+                row["gaps"] = gaps(engine, given, new)
+            found["ended"] = engine.collective_rpc(describe)[0]
+        connection.send(found)
+
+
+def generate(engine: Any, prompts: list[list[int]], new: int, **more: Any) -> list[Any]:
+    """So many ``new`` tokens of each prompt, the likeliest."""
     from vllm import SamplingParams
 
+    each = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False, **more)
     rows = [{"prompt_token_ids": ids} for ids in prompts]
-    each = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
-    start = time.perf_counter()
-    outputs = engine.generate(rows, each, use_tqdm=False)
-    took = time.perf_counter() - start
-    return [list(output.outputs[0].token_ids) for output in outputs], took
+    return [output.outputs[0] for output in engine.generate(rows, each, use_tqdm=False)]
 
 
 def gaps(engine: Any, prompts: list[list[int]], new: int) -> list[list[float]]:
     """By how much the most likely token exceeds the next one, in logits, at each new token of each prompt."""
-    from vllm import SamplingParams
-
-    rows = [{"prompt_token_ids": ids} for ids in prompts]
-    two = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False, logprobs=2)
     found = []
-    for output in engine.generate(rows, two, use_tqdm=False):
-        places = [
-            sorted((entry.logprob for entry in place.values()), reverse=True) for place in output.outputs[0].logprobs
-        ]
+    for output in generate(engine, prompts, new, logprobs=2):
+        places = [sorted((entry.logprob for entry in place.values()), reverse=True) for place in output.logprobs]
         found.append([place[0] - place[1] for place in places])
     return found
 
@@ -70,55 +113,67 @@ def step(engine: Any, prompts: list[list[int]], *asked: Any) -> list[Any]:
     return answers
 
 
-def main(argument: str) -> None:
-    """Measure as the JSON ``argument`` says."""
-    # vLLM reads the environment when it is imported; functions of ``inside`` are sent to the worker
-    os.environ.update({"VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "HF_HUB_OFFLINE": "1"})
-    from vllm import LLM
-    from vllm import __version__ as version
-
-    spec: dict[str, Any] = json.loads(argument)
-    folder, name = Path(spec["folder"]), spec["name"]
-    began = time.monotonic()
-    engine = LLM(
-        spec["model"],
-        skip_tokenizer_init=True,
-        enable_prefix_caching=False,
-        # several engines share the GPU, so none takes a share of it
-        kv_cache_memory_bytes=spec["cache_bytes"],
-        gpu_memory_utilization=0.1,
-        seed=0,
-        **spec["options"],
-    )
-    graphs = "enforce_eager" not in spec["options"]
-    result: dict[str, Any] = {"name": name, "vllm": version, "start_s": time.monotonic() - began, "workloads": []}
-    result["started"] = engine.collective_rpc(inside.describe)[0]
-    prompts = json.loads((folder / "prompts.json").read_text())
-    (folder / f"{name}.ready").touch()
-    for line in sys.stdin:
-        place, what, _ = line.split()
-        length, count, new = spec["workloads"][int(place)]
-        given = prompts[str(length)][:count]
-        if int(place) == len(result["workloads"]):
-            row = {"prompt": length, "sequences": count, "new": new, "seconds": [], "step_ms": None}
-            result["workloads"].append(row | {"gaps": []})
-        row = result["workloads"][int(place)]
-        if what == "run":
-            row["tokens"], took = generate(engine, given, new)
-            row["seconds"].append(took)
-        else:
-            # the first run compiles and warms up
-            del row["seconds"][0]
-            row["per_s"] = (count * (length if new == 1 else new)) / statistics.median(row["seconds"])
-            if new > 1 and graphs:
-                times = step(engine, given, *[inside.replay] * 3)
-                row["step_ms"] = None if None in times else statistics.median(times)
-            if new > 1 and name in COMPARED and count <= MOST_COMPARED:
-                row["gaps"] = gaps(engine, given, new)
-            result["ended"] = engine.collective_rpc(inside.describe)[0]
-            (folder / f"{name}.json").write_text(json.dumps(result))
-        _files.write_text(folder / f"{name}.answer", line)
+# In the process of vLLM's worker
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def _layers(worker: Any) -> list[Any]:
+    """The FFNs of a model, or the layers of routed experts, with their shared ones, of a Nemotron-H."""
+    layers = worker.get_model().model.layers
+    if hasattr(layers[0], "mixer"):
+        return [layer.mixer for layer in layers if hasattr(layer.mixer, "experts")]
+    return [layer.mlp for layer in layers]
+
+
+def describe(worker: Any) -> dict[str, Any]:
+    """Classes of the model, GiB of its memory, and what "auto" chose: layers by strategy, tokens and kind of call.
+
+    "experts": layers of routed experts that twell runs; their shared ones choose.
+    """
+    layers = _layers(worker)
+    found: dict[str, Any] = {
+        "model": type(worker.get_model()).__name__,
+        "layers": sorted({type(layer).__name__ for layer in layers}),
+        "allocated_gib": torch.cuda.memory_allocated() / 2**30,
+        "most_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "experts": sum(map(_runs_experts, layers)),
+        "choices": {},
+    }
+    if "twell" not in sys.modules:
+        return found
+    from twell.choose.site import found as site_of
+
+    for layer in layers:
+        sites = [site for site in map(site_of, layer.parameters()) if site is not None]
+        for row in sites[0].explain() if sites else []:
+            at = found["choices"].setdefault(f"{row.tokens} {row.graph}".strip(), {})
+            at[row.strategy] = at.get(row.strategy, 0) + 1
+    return found
+
+
+def _runs_experts(layer: Any) -> bool:
+    methods = (getattr(module, "quant_method", None) for module in layer.modules())
+    return any(type(method).__name__ == "RunsExperts" for method in methods)
+
+
+def replay(worker: Any, tokens: int) -> float | None:
+    """Milliseconds of the GPU for the graph of a whole step that decodes ``tokens`` sequences; None without one.
+
+    Its inputs are those of the last step.
+    """
+    from vllm.config import CUDAGraphMode
+
+    graphs = worker.model_runner.cudagraph_manager.graphs
+    own = [g for d, g in graphs.items() if d.cg_mode == CUDAGraphMode.FULL and d.num_tokens == tokens]
+    if not own:
+        return None
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(_WAITED)
+    for _ in range(_BEFORE):
+        own[0].replay()
+    start.record()
+    for _ in range(_TIMED):
+        own[0].replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / _TIMED

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# usage: profiling/nsight/ncu.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of ncu...]
+# usage: profiling/nsight/ncu.sh OP[,OP...] [OPTION...] [OPTION of profiling.bench...] [-- OPTION of ncu...]
 #
 # Measures the kernels of operators on a named workload with Nsight Compute (speed of light, memory, scheduler, warp
 # states, launch, occupancy) and prints the mean of each figure by kernel.
 #
-#   profiling/nsight/ncu.sh gate_pack,union --workload topic29
-#   profiling/nsight/ncu.sh weight_grad --workload topic29 -o build/ncu/weight_grad
-#   profiling/nsight/ncu.sh train --kernel gathered --launch-skip 1 --launch-count 1
+#   profiling/nsight/ncu.sh ffn --workload topic29 --strategy row
+#   profiling/nsight/ncu.sh train --workload topic29 --strategy union --kernel weight_grad -o build/ncu/weight_grad
+#   profiling/nsight/ncu.sh moe --sequences 8 --launch-skip 1 --launch-count 1
 #
-# OP is an operator or a single kernel; python -m profiling.nsight.profile_target --help lists all.
+# OP is a bench or an operation of one: python -m profiling.bench --help. Ask for one workload and few strategies.
 #
 #   --kernel NAME      only kernels of this operator, or names that match regex:EXPRESSION (default: all of twell's)
 #   --launch-skip N    leave out the first N matching launches (default: 0)
@@ -54,12 +54,11 @@ done
 for number in "$skip" "$count"; do
   case $number in *[!0-9]*) fail "--launch-skip and --launch-count take numbers, got $number" ;; esac
 done
-case $op in compact | sampled_up | gathered | sampled_grad | rank | transpose | weight_grad) kernel=${kernel:-$op} ;; esac
 name=$(pattern "$kernel")
 out=${out:-build/profiles/ncu-${op//,/-}}
 
 ncu=$(tool ncu "Nsight Compute")
-program=("$python" "$here/profile_target.py" "$op" ${target[@]+"${target[@]}"})
+program=("$python" -m profiling.bench "$op" --profile 3 ${target[@]+"${target[@]}"})
 sections=()
 for section in SpeedOfLight ComputeWorkloadAnalysis MemoryWorkloadAnalysis SchedulerStats WarpStateStats LaunchStats \
   Occupancy SourceCounters; do

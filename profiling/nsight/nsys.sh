@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# usage: profiling/nsight/nsys.sh OP[,OP...] [--workload W] [OPTION...] [OPTION of profile_target.py...] [-- OPTION of nsys...]
+# usage: profiling/nsight/nsys.sh OP[,OP...] [OPTION...] [OPTION of profiling.bench...] [-- OPTION of nsys...]
 #
 # Records the timeline of operators on a named workload with Nsight Systems, warmed up: kernels, CUDA calls, and the
 # NVTX ranges of domain "twell". Prints the time of each kernel and of each range, on the GPU and on the host.
 #
 #   profiling/nsight/nsys.sh ffn --workload topic29 --strategy union
-#   profiling/nsight/nsys.sh train,gate_pack --workload topic29 --m 8192 -o build/nsys/train
+#   profiling/nsight/nsys.sh train --workload topic29 -m 8192 -o build/nsys/train
 #
-# OP is an operator; python -m profiling.nsight.profile_target --help lists all.
+# OP is a bench or an operation of one: python -m profiling.bench --help. Ask for one workload and few strategies.
 #
 #   -o, --out PREFIX   PREFIX.nsys-rep, and a PREFIX_*.csv for each table (default: build/profiles/nsys-OP)
 #   --dry-run          print the commands, run nothing
@@ -37,7 +37,7 @@ nsys=$(tool nsys "Nsight Systems")
 [ -n "$dry" ] || { mkdir -p "$(dirname "$out")"; rm -f "$out.nsys-rep"; }
 run "$nsys" profile --trace=cuda,nvtx --sample=none --cpuctxsw=none --cuda-graph-trace=node \
   --capture-range=cudaProfilerApi --capture-range-end=stop --force-overwrite=true --output "$out" \
-  ${more[@]+"${more[@]}"} "$python" "$here/profile_target.py" "$op" ${target[@]+"${target[@]}"}
+  ${more[@]+"${more[@]}"} "$python" -m profiling.bench "$op" --profile 3 ${target[@]+"${target[@]}"}
 [ -n "$dry" ] || [ -s "$out.nsys-rep" ] || fail "nothing was recorded; nsys gave the reason above"
 tables=cuda_gpu_kern_sum,nvtx_gpu_proj_sum,nvtx_sum
 run "$nsys" stats --force-export=true --report "$tables" --format column "$out.nsys-rep"

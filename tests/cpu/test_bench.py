@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from profiling import figures, float8, harness, readme
-from profiling.bench import firing, host, layers, main, sae_problem
+from profiling.bench import firing, host, layers, main, others, sae, sae_problem
 from profiling.bench.float8 import Weights
 from profiling.bench.layers import OPS
 from profiling.device import Ceilings, Device
@@ -37,8 +38,12 @@ BENCHES = {
     "sae": ["sae", "--hidden", "64", "--neurons", "256", "--tokens", "300", "--nonzeros", "8", "--top-k", "8"],
     "firing": ["firing", "--m", "1", "16"],
     "host": ["host"],
-    "adapters": ["adapters", "--m", "64", "--k", "64", "--n", "264", "--workload", "nnz=9", "--no-compile"],
+    "adapters": ["adapters", "--m", "64", "--k", "64", "--n", "264", "--workload", "nnz=9", "--compile", "none"],
     "portable": ["portable", "--m", "130", "--sizes", "64", "264", "--workload", "nnz=9"],
+    "generate": [
+        *("generate", "--model", "2x64x256x2x256", "--nnz", "8", "--prompts", "1", "--prompt", "128"),
+        *("--new", "3", "--rounds", "1", "--sequences", "2", "--caches", "eager"),
+    ],
 }
 # the variants of each bench, in order, of its first case
 VARIANTS = {
@@ -93,8 +98,24 @@ def time_of(row: dict[str, Any]) -> Any:
     return row.get("ms") or row.get("us") or row.get("host_us") or row.get("queued_ms")
 
 
+# the tables of each bench
+TABLES: dict[str, Callable[[], str]] = {
+    "moe": readme.experts,
+    "sae": readme.autoencoders,
+    "firing": figures.few_by_share,
+    "host": figures.host_times,
+    "adapters": readme.adapted,
+    "portable": readme.portable_calls,
+    "float8": lambda: float8.speed(figures.result("float8")),
+    "generate": readme.generate,
+}
+
+
 @pytest.mark.parametrize("name", BENCHES)
-def test_every_bench_has_checked_and_timed_rows(name: str, bench: Callable[..., Result]) -> None:
+def test_every_bench_has_checked_and_timed_rows(
+    name: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fields of files that were published are those of new ones: tables are made of them."""
     found = bench(*BENCHES[name])
     assert (found.code, [row["red"] for row in found.rows if row["red"]]) == (0, []), found.out
     assert found.data["machine"] == testing.machine_line("cpu")
@@ -106,45 +127,100 @@ def test_every_bench_has_checked_and_timed_rows(name: str, bench: Callable[..., 
     if name in VARIANTS:
         names = [row.get("variant", row.get("layer")) for row in found.rows]
         assert names[: len(VARIANTS[name])] == VARIANTS[name]
-
-
-# the tables of each bench, and the files that they are made of
-TABLES: dict[str, tuple[tuple[str, ...], Callable[[], str]]] = {
-    "moe": (("experts",), readme.experts),
-    "sae": (("sae",), readme.autoencoders),
-    "firing": (("decode",), figures.few_by_share),
-    "host": (("host",), figures.host_times),
-    "adapters": (("adapters",), readme.adapted),
-    "portable": (("portable",), readme.portable_calls),
-    "float8": (("float8",), lambda: float8.speed(figures.result("float8"))),
-}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tables_are_made_of_the_rows(name: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fields of files that were published are those of new ones."""
-    words = {"moe": [*BENCHES["moe"][:-3], "--weights", "bfloat16"], "host": ["host"]}.get(name, BENCHES[name])
-    data = bench(*words).data
+    rows = found.rows
     if name == "moe":
         # grouped products need a GPU
-        data["rows"] += [{**row, "variant": "grouped products"} for row in data["rows"] if row["variant"] == '"auto"']
-        for row in data["rows"]:
-            row["over_grouped"] = 1.0
+        rows = [row | {"over_grouped": 1.0} for row in rows if not row["variant"].startswith("e4m3")]
+        rows += [row | {"variant": "grouped products"} for row in rows if row["variant"] == '"auto"']
     if name == "sae":
-        for row in data["rows"]:
-            row["peak_bytes"] = 1
-        data["rows"] += [
-            {**row, "variant": "dense compiled"} for row in data["rows"] if row["variant"] == "dense eager"
-        ]
-    monkeypatch.setattr(figures, "result", lambda name: data)
-    monkeypatch.setattr(readme, "result", lambda name: data)
+        rows = [row | {"peak_bytes": 1} for row in rows]
+        rows += [row | {"variant": "dense compiled"} for row in rows if row["variant"] == "dense eager"]
+    for module in (figures, readme):
+        monkeypatch.setattr(module, "result", lambda _: found.data | {"rows": rows})
     monkeypatch.setattr(figures, "HOST_LAYERS", ((64, 264),))
-    lines = TABLES[name][1]().splitlines()
+    lines = TABLES[name]().splitlines() if name in TABLES else ["| "] * 2
     assert len([line for line in lines if line.startswith("| ")]) >= 2
 
 
+def test_generate_says_how_far_apart_other_tokens_are(
+    bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from profiling.bench import generate
+
+    words, sparsify = [*BENCHES["generate"], "--new", "8", "--sequences", "8"], generate.sparsify
+    found = bench(*words).rows[-1]
+    # on a CPU both run PyTorch's operators, and choose the same tokens
+    assert (found["model"], found["differing"], found["strategies"]) == ("sparse", 0, {"any: dense": 2})
+
+    def damaged(model: Any) -> Any:
+        sparse = sparsify(model)
+        sparse.get_decoder().layers[1].mlp.down_proj.weight.data.neg_()
+        return sparse
+
+    monkeypatch.setattr(generate, "sparsify", damaged)
+    found = bench(*words).rows[-1]
+    assert found["differing"] > found["ties"]
+    assert found["worst"] > 4
+
+
+def test_calls_for_a_profiler_have_no_times(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges: list[str] = []
+    monkeypatch.setattr("twell._runtime.nvtx.range", lambda name: ranges.append(name) or nullcontext())
+    result = bench("ffn,train", *TINY, "--workload", WORKLOAD, "--strategy", "row", "--profile", "2")
+    names = [f"{row['variant']} {row['requested']}".rstrip() for row in result.rows]
+    assert ranges == [f"profile {name}" for name in names]
+    for row in result.rows:
+        assert_no_speed(row)
+
+
+@pytest.mark.parametrize("name", ["quack", "paper"])
+def test_layers_of_others_are_checked_and_timed(
+    name: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they can be imported: by stand-ins that have their entry points."""
+
+    def mlp(x: Tensor, first: Tensor, second: Tensor, activation: str) -> Tensor:
+        gate, up = (x @ first.t()).unflatten(-1, (-1, 2)).unbind(-1)
+        assert activation == "reglu"
+        return (gate.relu() * up) @ second.t()
+
+    def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor]:
+        return (((x @ gate.t()).relu() * (x @ up.t())) @ down,)
+
+    class Published:
+        def __init__(self, layer_number: int, GATE: Tensor, UP: Tensor, DOWN: Tensor, ext: None) -> None:
+            self.weights = GATE, UP, DOWN
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return gated(x[None], *self.weights)[0][0] * (1 if len(calls) else 1.5)
+
+    calls = [1]
+    modules = {
+        "quack.mlp": SimpleNamespace(mlp_func=mlp),
+        "custom_models": SimpleNamespace(),
+        "custom_models.twell_modules.twell": SimpleNamespace(TwELLGatedMLP=Published),
+        "custom_models.hybrid_modules.sparse_ops_loader": SimpleNamespace(load_sparse_ops=lambda: None),
+    }
+    monkeypatch.setattr(
+        others, "imported", lambda one: modules[one] if one.startswith(name[:3].replace("pap", "cus")) else None
+    )
+    monkeypatch.setattr(torch.ops, "sparse_ops", SimpleNamespace(ff_forward_gated=gated), raising=False)
+    words = ("ffn,train", *TINY, "--workload", WORKLOAD, "--strategy", "row")
+    rows = {row["variant"]: row for row in bench(*words).rows}
+    for variant in (name, f"{name} train"):
+        assert rows[variant]["red"] == ""
+        assert rows[variant]["queued_ms"] > 0
+        # the published code launches on the default stream
+        assert bool(rows[variant]["ms"]) == (name == "quack")
+    if name == "paper":
+        calls.clear()
+        wrong = next(row for row in bench(*words).rows if row["variant"] == name)
+        assert "times dense" in wrong["red"]
+        assert_no_speed(wrong)
+
+
 def test_layers_by_every_strategy(bench: Callable[..., Result]) -> None:
-    words = ("--workload", WORKLOAD, "--strategy", "row,union,dense,auto", "--m-decode", "1,8", "--screen")
+    words = ("--workload", WORKLOAD, "--strategy", "row,union,dense,auto,union+screen", "--m-decode", "1,8")
     result = bench(",".join(OPS), *TINY, *words)
     assert result.code == 0, result.out
     for row in result.rows:
@@ -171,17 +247,6 @@ def test_layers_by_every_strategy(bench: Callable[..., Result]) -> None:
     assert ran == {(op, m, *each) for op, m in (("ffn", 64), ("decode", 1), ("decode", 8)) for each in named} | steps
     assert (result.data["arguments"]["workload"], result.data["arguments"]["ops"]) == ([WORKLOAD], list(OPS))
     assert result.data["ceilings"].keys() == {"tflops", "memory_tbs"}
-
-
-def test_what_does_not_fit_trains_dense_and_by_overflow(bench: Callable[..., Result]) -> None:
-    words = ("--workload", "nnz=200", "--strategy", "row,auto", "-k", "32", "-n", "256", "-m", "512")
-    result = bench("train,train_overflow", *words)
-    ran = [(row["variant"], row["requested"], row["strategy"]) for row in result.rows]
-    assert ("train", "dense", "dense") in ran
-    assert ("train_overflow", "union", "union") in ran
-    assert not [row for row in result.rows if row["red"]]
-    # and what fits has nothing that overflows
-    assert bench("train_overflow", *TINY, "--workload", WORKLOAD).rows == []
 
 
 def test_a_recorded_layer_is_timed_with_its_own_sizes(bench: Callable[..., Result], tmp_path: Path) -> None:
@@ -362,24 +427,6 @@ def test_files_are_json(tmp_path: Path) -> None:
     assert rows == [{"ms": None, "us": {"a": None}}]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["ffn", "--workload", "ffn"], "ffn is an operation: expected it before --workload"),
-        (["decode,ffn", *TINY, "--m-decode", "65"], "--m-decode must be from 1 to 64 of 64 tokens, got 65"),
-        (["ffn", "--activation", "fatrelu", "--threshold", "-1"], "threshold"),
-        (["ffn", "--out", "."], "is a folder: expected the name of a file"),
-        (["model"], "expected either the folder of a model or --config, got neither"),
-        (["model", "--config", "0.5B", "--text", "x"], "--text is for MODEL"),
-        (["model", "--config", "0.5B", "--nnz", "1", "2"], "--nnz: expected one value or one for each of 1"),
-        (["model", "--config", "0.5B", "--compile", "no"], "--compile must be one of none, "),
-    ],
-)
-def test_requests_that_cannot_be_met(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--device", "cpu"]) == 2
-    assert said in capsys.readouterr().err
-
-
 # Memory, copies and eager calls
 
 
@@ -487,29 +534,6 @@ def test_a_wrong_layer_in_e4m3_has_no_time(bench: Callable[..., Result], monkeyp
     assert rows["bfloat16 dense"]["us"] > 0
 
 
-@pytest.mark.parametrize("pattern", sae_problem.PATTERNS)
-@pytest.mark.parametrize("wrong", range(5), ids=["y", *sae_problem.PARAMETERS])
-def test_a_wrong_autoencoder_has_no_time(
-    pattern: str, wrong: int, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = sae_problem.Answer.check
-
-    def check(self: Any, strategy: str, call: object, outputs: tuple[Tensor, ...]) -> Any:
-        one = outputs[wrong].clone()
-        # of the checked rows, or elements of a bias, the first
-        rows = {0: self.tokens, 4: torch.arange(len(one))}.get(wrong, self.neurons)
-        one[rows[self.right["b_enc"].argmax() if wrong in (1, 2, 3) else 0]] *= 1.5
-        return plain(self, strategy, call, (*outputs[:wrong], one, *outputs[wrong + 1 :]))
-
-    monkeypatch.setattr(sae_problem.Answer, "check", check)
-    asked = ["--ops", "training", "--patterns", pattern, "--strategies", "row", "--no-eager"]
-    found = bench(*BENCHES["sae"], *asked)
-    assert found.code == 1
-    (row,) = (row for row in found.rows if row["variant"] == '"union"')
-    assert row["red"].startswith(f"{('y', *sae_problem.PARAMETERS)[wrong]}: error")
-    assert row["ms"] is None
-
-
 DRAWN = {"m": 600, "k": 64, "nonzeros": 8.0, "top_k": 8}
 
 
@@ -528,9 +552,24 @@ def test_autoencoders_fire_as_asked() -> None:
 
 
 @pytest.mark.parametrize("pattern", sae_problem.PATTERNS)
-def test_choices_that_rounding_decides_are_left_out(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_autoencoder_does_not_agree(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one row of y, or of one gradient."""
     o = sae_problem.draw(pattern, 256, CPU, **DRAWN)
-    assert len(sae_problem.Answer(o).tokens) > 200
+    answer = sae_problem.Answer(o)
+    assert len(answer.tokens) > 200
+    stand_in: Any = SimpleNamespace(device=Device(), given={})
+    with torch.no_grad():
+        outputs = sae.Measured(o, answer, "training", stand_in).by(sae_problem.sparse)("union")(0)
+    assert answer.check("union", None, outputs)[1] == ""
+    for wrong, name in enumerate(("y", *sae_problem.PARAMETERS)):
+        one = outputs[wrong].clone()
+        # of the checked rows, or elements of a bias, the first
+        rows = {0: answer.tokens, 4: torch.arange(len(one))}.get(wrong, answer.neurons)
+        one[rows[answer.right["b_enc"].argmax() if wrong in (1, 2, 3) else 0]] *= 1.5
+        assert answer.check("union", None, (*outputs[:wrong], one, *outputs[wrong + 1 :]))[1].startswith(
+            f"{name}: error"
+        )
+    # choices that rounding decides are left out
     monkeypatch.setattr(operands, "ACCUMULATION", 1e-2)
     with pytest.raises(RuntimeError, match="rounding decides too many"):
         sae_problem.Answer(o)
