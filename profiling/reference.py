@@ -11,7 +11,7 @@ from typing import Any
 
 # Modules of docs/api.md, and the commands of docs/command-line.md.
 MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed")
-COMMANDS = ("demo", "info", "tune", "analyze", "serve-check")
+COMMANDS = ("demo", "info", "tune", "analyze")
 
 
 @functools.cache

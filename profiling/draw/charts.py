@@ -20,7 +20,6 @@ from pathlib import Path
 from profiling.draw import style
 from profiling.draw.common import ResultError, Results
 from profiling.draw.layers import Chart, nnz, speedup
-from twell._analyze import chart as analyzed
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 CHARTS = Path(__file__).resolve().parents[1] / "charts"
@@ -73,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong: list[str] = []
     drawn = 0
     try:
-        analyzed.require()
         for name in arguments.charts or ALL:
             chart = ALL[name](results)
             if chart is None and arguments.charts:

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from twell._analyze import chart as analyzed
-
 if TYPE_CHECKING:
     from matplotlib.figure import SubFigure
 
@@ -133,7 +131,6 @@ def save(
     ``title`` states the finding. ``footer`` is small print below: notes and the machine line. The same call writes the
     same bytes with the same version of matplotlib, which each file names. ImportError without matplotlib.
     """
-    analyzed.require()
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -65,6 +65,8 @@ class Engine(NamedTuple):
 
     def end(self) -> None:
         """End it, with its workers, which are of its session."""
+        self.connection.close()
+        self.process.join(5)
         for kind in (signal.SIGTERM, signal.SIGKILL):
             if self.process.is_alive():
                 with contextlib.suppress(ProcessLookupError):

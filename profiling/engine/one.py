@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,7 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
     found["started"] = engine.collective_rpc(describe)[0]
     prompts = json.loads((folder / "prompts.json").read_text())
     connection.send(found)
-    while True:
-        place, what = connection.recv()
+    for place, what in iter(partial(asked, connection), None):
         length, count, new = spec["workloads"][place]
         given = prompts[str(length)][:count]
         if place == len(found["workloads"]):
@@ -73,6 +73,14 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
                 row["gaps"] = gaps(engine, given, new)
             found["ended"] = engine.collective_rpc(describe)[0]
         connection.send(found)
+
+
+def asked(connection: Any) -> Any:
+    """The next request; None behind the last one."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
 
 
 def generate(engine: Any, prompts: list[list[int]], new: int, **more: Any) -> list[Any]:

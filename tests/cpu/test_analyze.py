@@ -23,7 +23,7 @@ from saved_models import parsed, run
 
 import twell
 from twell import _sparsify
-from twell._analyze import calls, chart, figures, report
+from twell._analyze import calls, figures, report
 from twell._analyze.calls import Call
 from twell._analyze.figures import LayerSparsity
 from twell._analyze.layers import WatchedLayer, found, observe
@@ -404,10 +404,9 @@ def test_the_command_reports_the_figures_of_the_stock_model(kind: str, tmp_path:
 
 def test_another_activation(words: Path, tmp_path: Path, capsys: Any) -> None:
     folder = saved_models.save(tmp_path / "silu", hidden_act="silu")
-    files = ("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
-    assert run(analyze, folder, "--text", words, "--tokens", 300, *files) == 0
+    assert run(analyze, folder, "--text", words, "--tokens", 300, "--json", tmp_path / "a.json") == 0
     printed = capsys.readouterr().out
-    for part in ("No --plot: there are no zeros", "No --json: there are no", "layers with SiLU, which makes no zeros"):
+    for part in ("No --json: there are no zeros", "layers with SiLU, which makes no zeros"):
         assert part in printed
     assert not list(tmp_path.glob("a.*"))
     assert printed.splitlines()[-1].startswith("Verdict: none: layers of these sizes are too far from all")
@@ -531,22 +530,10 @@ def test_models_that_cannot_be_read(words: Path, tmp_path: Path, llama: Path) ->
             run(analyze, folder, "--text", words, "--tokens", 300)
 
 
-@pytest.mark.parametrize(("missing", "extra"), [("transformers", "hf"), ("matplotlib.figure", "plots")])
-def test_missing_extras_are_named(
-    llama: Path, words: Path, tmp_path: Path, monkeypatch: Any, missing: str, extra: str
-) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    options = ("--plot", tmp_path / "a.png") if extra == "plots" else ()
-    with pytest.raises(ImportError, match=rf"pip install 'twell\[{extra}\]'"):
-        run(analyze, llama, "--text", words, "--tokens", 300, *options)
-
-
-def test_chart_shows_many_layers(tmp_path: Path) -> None:
-    """Layers with an unknown union and layers that fire nothing have a place in it too."""
-    pytest.importorskip("matplotlib")
-    layers = [dataclasses.replace(layer_of(0 if i == 3 else i, None if i % 2 else 0.3), number=i) for i in range(40)]
-    chart.save(tmp_path / "a.PNG", report.predicted(layers, [], report.calls_of(), cards.SHIPPED))
-    assert (tmp_path / "a.PNG").read_bytes().startswith(b"\x89PNG")
+def test_a_missing_extra_is_named(llama: Path, words: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'twell\[hf\]'"):
+        run(analyze, llama, "--text", words, "--tokens", 300)
 
 
 class Masked(nn.Module):

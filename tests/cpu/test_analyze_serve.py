@@ -17,7 +17,7 @@ import saved_models
 from safetensors.torch import load_file, save_file
 
 from twell.choose import rates
-from twell.commands import analyze, cli
+from twell.commands import analyze
 from twell.commands.request import RequestError
 from twell.float8 import quantize
 from twell.integrations.layouts import measured
@@ -98,13 +98,6 @@ def test_without_text_figures_are_assumed_and_said_to_be(llama: Path, capsys: An
     row = json.loads((llama / "two.json").read_text())["rows"][0]
     problem, known = problem._replace(m=1, n=160, merged=True), known._replace(nonzeros=320 / 380)
     assert row["seconds"] == pytest.approx(rates.seconds(problem, known), rel=0.02)
-
-
-def test_serve_check_is_another_name(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serve-check", str(llama), *SIZES]) == 0
-    printed = capsys.readouterr()
-    assert printed.out == check(capsys, llama, *SIZES)
-    assert printed.err == "twell serve-check is `twell analyze --serve`\n"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ twell: _analyze.layers
 twell: _analyze.figures _analyze.experts
 twell: _analyze.calls
 twell: _analyze.report
-twell: _analyze.__init__ _analyze.chart
+twell: _analyze.__init__
 twell: __init__
 twell: recipe distributed
 twell: integrations
@@ -281,7 +281,7 @@ except RuntimeError as error:
     said = "UnpackSpec(dtype='bfloat16') is neither packaged nor cached, and cannot be compiled"
     assert said in str(error), error
 from twell.commands.cli import main
-assert main(["info", "--verbose"]) == 0
+assert main(["info"]) == 0
 """,
         TWELL_NVTX="0",
     )
@@ -337,7 +337,7 @@ def test_errors_of_the_command_line_come_soon() -> None:
     code = """
 import contextlib, io
 from twell.commands.cli import main
-for arguments in (["analyze", "/no/where", "--text", "/no"], ["serve-check", "/no/where"]):
+for arguments in (["analyze", "/no/where", "--text", "/no"], ["analyze", "/no/where", "--serve"]):
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert main(arguments) == 2
     assert "no such" in said.getvalue(), said.getvalue()

@@ -44,8 +44,8 @@ def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_driver_or_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "describe", lambda: device.Driver(None, (), "cuda-python is not usable"))
     state = info.collect()
-    text = "\n".join(info.lines(state, verbose=True))
-    assert state.versions["CUDA driver"] == "none"
+    text = "\n".join(info.lines(state))
+    assert state["versions"]["CUDA driver"] == "none"
     assert "none: cuda-python is not usable" in text
     assert "CPU operators: exact but not fast" in text
 
@@ -58,8 +58,8 @@ def test_says_which_devices_are_supported(monkeypatch: pytest.MonkeyPatch) -> No
     )
     monkeypatch.setattr(device, "describe", lambda: device.Driver((13, 0), devices))
     state = info.collect()
-    assert [d.sparse for d in state.devices] == [True, False, True]
-    text = "\n".join(info.lines(state, verbose=False))
+    assert [d["sparse"] for d in state["devices"]] == [True, False, True]
+    text = "\n".join(info.lines(state))
     assert "cuda:0  Big, compute capability 9.0, 132 SMs, 141 GiB: sparse kernels run here" in text
     assert "cuda:1  Small, compute capability 7.5, 76 SMs, 16 GiB: no sparse kernels" in text
     assert "they need compute capability 8.x, 9.x, 10.x or 12.x\n" in text
@@ -73,11 +73,11 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_library(folder)
     monkeypatch.setattr(packaged, "FOLDER", folder)
     state = info.collect()
-    assert state.kernels.usable
-    assert not state.kernels.loads
-    text = "\n".join(info.lines(state, verbose=True))
+    assert state["kernels"]["usable"]
+    assert not state["kernels"]["loads"]
+    text = "\n".join(info.lines(state))
     assert "2 for sm_90a" in text
-    assert "    gate_pack_bf16_t144\n    unpack_bf16" in text
+    assert state["kernels"]["symbols"] == ("gate_pack_bf16_t144", "unpack_bf16")
     assert "note: " in text
 
 
@@ -97,9 +97,9 @@ def test_library_that_is_not_used(
         for level in (logger.level, logging.CRITICAL):
             logger.setLevel(level)
             state = info.collect()
-            assert state.kernels.present
-            assert not state.kernels.usable
-            assert problem in "\n".join(info.lines(state, verbose=False))
+            assert state["kernels"]["present"]
+            assert not state["kernels"]["usable"]
+            assert problem in "\n".join(info.lines(state))
             assert (list(logger.handlers), logger.propagate, logger.level) == (*before[:2], level)
     finally:
         logger.setLevel(before[2])
@@ -112,23 +112,23 @@ def test_says_what_launches_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(packaged, "FOLDER", folder)
     monkeypatch.setattr(host, "_in_use", host._in_use.__wrapped__)
     library = folder / host.LIBRARY
-    assert "\nLaunches: Python (no libtwell_host.so: `pip install .` or" in "\n".join(info.lines(info.collect(), False))
+    assert "\nLaunches: Python (no libtwell_host.so: `pip install .` or" in "\n".join(info.lines(info.collect()))
     library.write_bytes(host_library.read_bytes())
     packaged.require_whole.cache_clear()
-    assert info.collect().launches == "C (libtwell_host.so)"
+    assert info.collect()["launches"] == "C (libtwell_host.so)"
     monkeypatch.setenv("TWELL_DEBUG", "yes")
-    assert info.collect().launches.startswith("invalid: environment variable TWELL_DEBUG must be one of")
+    assert info.collect()["launches"].startswith("invalid: environment variable TWELL_DEBUG must be one of")
 
 
 def test_cache_is_counted_and_not_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "kernels"
     monkeypatch.setenv("TWELL_CACHE_DIR", str(folder))
-    assert info._cache() == info.CacheInfo(str(folder), 0, 0, 0, None)
+    assert list(info._cache().values()) == [str(folder), 0, 0, 0, None]
     assert not folder.exists()
     for name, size in ((f"{cache.fingerprint()}/a.0.so", 10), ("older/b.0.o", 5), ("older/b.lock", 7)):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(bytes(size))
-    assert info._cache() == info.CacheInfo(str(folder), 2, 15, 1, None)
+    assert list(info._cache().values()) == [str(folder), 2, 15, 1, None]
 
 
 def test_environment_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +136,9 @@ def test_environment_in_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**right, "TWELL_CACHE_DIR": "relative", "TWELL_DEBUG": "yes", "TWELL_VLLM": "of"}.items():
         monkeypatch.setenv(name, value)
     state = info.collect()
-    assert right.items() <= state.environment.items()
+    assert right.items() <= state["environment"].items()
     for name in ("TWELL_DEBUG", "TWELL_VLLM"):
-        assert state.environment[name].startswith(f"invalid: environment variable {name} must be one of")
-    assert state.environment["TWELL_CACHE_DIR"].startswith("invalid: ")
-    assert state.cache.problem
-    assert "not usable: environment variable TWELL_CACHE_DIR" in "\n".join(info.lines(state, verbose=False))
+        assert state["environment"][name].startswith(f"invalid: environment variable {name} must be one of")
+    assert state["environment"]["TWELL_CACHE_DIR"].startswith("invalid: ")
+    assert state["cache"]["problem"]
+    assert "not usable: environment variable TWELL_CACHE_DIR" in "\n".join(info.lines(state))

@@ -1,9 +1,9 @@
-"""profiling/engine without an engine: what it draws and compares, and ``generate`` on tiny models."""
+"""profiling/engine without an engine: what it draws, asks and compares."""
 
+import contextlib
 import itertools
-import json
-import subprocess
-import sys
+import multiprocessing
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,14 @@ import torch
 pytest.importorskip("transformers")
 
 from profiling.engine import __main__ as engine
-from profiling.engine import generate, mixture, models
-
-TINY = ["--model", "2x64x256x2x256", "--nnz", "8", "--device", "cpu"]
+from profiling.engine import models
 
 
 def test_a_drawn_model_of_experts_fires() -> None:
-    sizes = mixture.Drawn(256, 192, 384, 8, 3, 4, 2, 4, head=64, pattern="ME*E", vocab=512)
-    model, prompts = mixture.draw(sizes, "cpu")
+    sizes = models.Mixed(256, 192, 384, 8, 3, 4, 2, 4, head=64, pattern="ME*E", vocab=512)
+    model, prompts = models.draw_mixed(sizes, "cpu")
     assert {length: len(ids) for length, ids in prompts.items()} == models.PROMPTS
-    experts = mixture.layers(model)
+    experts = models.layers(model)
     firing: list[tuple[int, float]] = []
 
     def count(up: Any, given: Any, gates: torch.Tensor) -> None:
@@ -44,74 +42,53 @@ def test_a_drawn_model_of_experts_fires() -> None:
     assert all(0.08 < share < 0.11 for _, share in firing), firing
 
 
-def test_generate_is_timed_beside_stock(tmp_path: Path) -> None:
-    small = ["--prompts", "1", "--prompt", "128", "--new", "3", "--runs", "1", "--sequences", "2", "--caches", "eager"]
-    assert generate.main([*TINY, *small, "--out", str(tmp_path / "made.json")]) == 0
-    rows = json.loads((tmp_path / "made.json").read_text())["rows"]
-    assert [(row["what"], row["model"], row["sequences"]) for row in rows] == [
-        *(("prompt", "stock", 1), ("prompt", "sparse", 1)),
-        *(("eager", "stock", 2), ("eager", "sparse", 2)),
-    ]
-    assert all(row["tokens_per_s"] > 0 for row in rows)
-    # on a CPU both run PyTorch's operators, and choose the same tokens
-    assert rows[-1]["differing"] == 0
-    assert rows[-1]["strategies"] == {"any: dense": 2}
-
-
-def test_generate_sees_a_wrong_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sparsify = generate.sparsify
-
-    def damaged(model: Any) -> Any:
-        sparse = sparsify(model)
-        sparse.get_decoder().layers[1].mlp.down_proj.weight.data.neg_()
-        return sparse
-
-    monkeypatch.setattr(generate, "sparsify", damaged)
-    small = ["--prompts", "1", "--prompt", "128", "--new", "8", "--runs", "1", "--sequences", "8", "--caches", "eager"]
-    assert generate.main([*TINY, *small, "--out", str(tmp_path / "made.json")]) == 0
-    found = json.loads((tmp_path / "made.json").read_text())["rows"][-1]
-    assert found["differing"] > found["ties"]
-    assert found["worst"] > 4
-
-
-# Answers each line, and notes when it began and ended; the second line ends an engine that "dies".
-ENGINE = """
-import pathlib, sys, time
-folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
-(folder / f"{name}.ready").touch()
-for number, line in enumerate(sys.stdin):
-    if name == "dies" and number == 1:
-        break
-    began = time.monotonic()
-    time.sleep(0.05 if name == "fast" else 0.1)
-    with open(folder / "log", "a") as log:
-        log.write(f"{began} {time.monotonic()} {name} {line}")
-    (folder / f"{name}.part").write_text(line)
-    (folder / f"{name}.part").rename(folder / f"{name}.answer")
-"""
+# Answers each request, and notes when it began and ended; the second one ends an engine that "dies".
+def serve(connection: Any, name: str, log: Path) -> None:
+    connection.send({"workloads": []})
+    with contextlib.suppress(EOFError):
+        for number in itertools.count():
+            place, what = connection.recv()
+            if name == "dies" and number == 1:
+                return
+            began = time.monotonic()
+            time.sleep(0.05 if name == "fast" else 0.1)
+            with log.open("a") as file:
+                file.write(f"{began} {time.monotonic()} {name} {place} {what}\n")
+            connection.send({"workloads": [place]})
 
 
 def test_engines_run_one_at_a_time(tmp_path: Path) -> None:
     def start(name: str) -> engine.Engine:
-        command = [sys.executable, "-c", ENGINE, str(tmp_path), name]
-        return engine.Engine(name, subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True), tmp_path)
+        ours, theirs = multiprocessing.Pipe()
+        process = threading.Thread(target=serve, args=(theirs, name, tmp_path / "log"), daemon=True)
+        process.start()
+        return engine.Engine(name, process, ours)
 
     engines = [start(name) for name in ("fast", "slow", "dies")]
-    whole = engine.measure(engines, 2, 2, time.monotonic() + 60)
-    assert [each.name for each in whole] == ["fast", "slow"]
+    whole = engine.measure(engines, 2, 2, time.monotonic() + 5)
+    assert whole == {name: {"workloads": [1]} for name in ("fast", "slow")}
     lines = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     assert all(float(this[1]) <= float(after[0]) for this, after in itertools.pairwise(lines))
     ran = [line[2:5] for line in lines if line[2] == "slow"]
-    asked = itertools.product("01", ("run", "run", "run", "end"))
-    assert ran == [["slow", *line] for line in asked]
+    assert ran == [["slow", *line] for line in itertools.product("01", ("run", "run", "run", "end"))]
+
+
+def test_an_engine_that_cannot_start_ends(tmp_path: Path) -> None:
+    """Here for want of vLLM or of a model; what it said is in its log."""
+    made = engine.start("stock", {"name": "stock", "folder": str(tmp_path), "workloads": [], "options": {}})
+    assert made.heard(time.monotonic() + 300) is None
+    made.process.join(60)
+    made.end()
+    assert "Error" in (tmp_path / "stock.log").read_text()
 
 
 def test_tokens_of_engines_are_compared() -> None:
-    stock = {"tokens": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "gaps": [[1.0] * 3, [0.5, 0.25, 3.0], [0.0, 9.0, 9.0]]}
     figures: dict[str, Any] = {"prompt": 8, "sequences": 3, "new": 3, "seconds": [1.0], "per_s": 9.0, "step_ms": None}
-    row = engine.Row("auto", **figures)
-    engine.compare(row, [[1, 2, 3], [4, 1, 1], [0, 8, 9]], stock)
-    assert (row.differ, row.gap) == (2, 0.25)
-    same = engine.Row("auto", **figures)
-    engine.compare(same, stock["tokens"], stock)
-    assert (same.differ, same.gap) == (0, 0.0)
+    tokens = {"stock": [[1, 2, 3], [4, 5, 6], [7, 8, 9]], "auto": [[1, 2, 3], [4, 1, 1], [0, 8, 9]]}
+    tokens |= {"row": tokens["stock"], "auto-eager": tokens["auto"]}
+    known = {"stock": [[1.0] * 3, [0.5, 0.25, 3.0], [0.0, 9.0, 9.0]]}
+    found = {
+        name: {"workloads": [figures | {"tokens": made, "gaps": known.get(name, [])}]} for name, made in tokens.items()
+    }
+    rows = {row["engine"]: (row["differ"], row["gap"]) for row in engine.rows_of(found)}
+    assert rows == {"stock": (0, 0.0), "auto": (2, 0.25), "row": (0, 0.0), "auto-eager": (None, None)}

@@ -32,11 +32,10 @@ COMMANDS: dict[str, tuple[list[str], Any]] = {
 EXAMPLES = ("train", "relufy", "sae", "nanochat")
 # words that the help has
 HELP = {
-    "": "demo info analyze serve-check tune --version",
+    "": "demo info analyze tune --version",
     "demo": "--text --seconds --steps --seed Ctrl-C",
-    "info": "--json --verbose",
-    "analyze": "MODEL --text --serve --json --plot --activation",
-    "serve-check": "MODEL --text --nnz --ranks --save",
+    "info": "--json",
+    "analyze": "MODEL --text --serve --json --activation --nnz --ranks --save",
     "tune": "--shape --kinds --device --budget-s",
 }
 

@@ -58,17 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nnz", type=number_above(0), metavar="X", help="with --serve: non-zeros per token to assume")
     add("--save", action="store_true", help="with --serve: write the figures of the text into config.json, for servers")
     add("--json", type=Path, metavar="FILE", help="write figures and predictions as JSON")
-    add("--plot", type=Path, metavar="FILE", help="draw a chart, PNG or SVG by suffix; needs matplotlib")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print. Raises RequestError before the model runs if the request cannot be met."""
     check_file("--json", arguments.json, (".json",))
-    check_file("--plot", arguments.plot, (".png", ".svg"))
-    if arguments.plot is not None:
-        from twell._analyze import chart
-
-        chart.require()
     folder = saved_model.local(arguments.model)
     _check(arguments, folder)
     for name, usual in zip(("tokens", "sequence", "batch"), _SERVED_READ if arguments.serve else _READ):
@@ -86,11 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         _files.write_text(arguments.json, json.dumps(analysis.as_json(), indent=1) + "\n")
         print(f"JSON: {arguments.json.absolute()}")
-    if arguments.plot is not None and analysis.layers:
-        chart.save(arguments.plot, analysis)
-        print(f"Chart: {arguments.plot.absolute()}")
-    elif arguments.plot is not None:
-        print("No chart: it shows layers without experts")
     print(analysis.verdict)
     return 0
 
@@ -215,9 +204,8 @@ def _without_zeros(model: saved_model.WithoutZeros, arguments: argparse.Namespac
     """The report on a model whose activation makes no zeros."""
     if model.left:
         yield f"{model.folder.absolute().name}: {model.left}"
-    for name in ("json", "plot"):
-        if getattr(arguments, name) is not None:
-            yield f"No --{name}: there are no zeros"
+    if arguments.json is not None:
+        yield "No --json: there are no zeros"
     if not model.shapes:
         yield "Verdict: twell does not pay, as it computes no layer of the model"
         return

@@ -13,7 +13,6 @@ from twell.commands.request import exit_status
 MODULES = (
     ("demo", demo, "train a small model and compare its layers sparse and dense"),
     ("analyze", analyze, "report the sparsity of a model's layers and the speed-up to expect"),
-    ("serve-check", analyze, "another name of twell analyze --serve"),
     ("tune", tune, 'measure this GPU for strategy "auto"'),
 )
 INFO = """\
@@ -32,11 +31,10 @@ def parser() -> argparse.ArgumentParser:
     for name, module, summary in MODULES:
         command = commands.add_parser(name, help=summary, description=module.DESCRIPTION)
         module.add_arguments(command)
-        command.set_defaults(module=module, **{"serve": True} if name == "serve-check" else {})
+        command.set_defaults(module=module)
 
     info = commands.add_parser("info", help="show versions, devices, kernels and cache", description=INFO)
-    info.add_argument("--json", action="store_true", help="print JSON")
-    info.add_argument("--verbose", action="store_true", help="list each packaged kernel")
+    info.add_argument("--json", action="store_true", help="print JSON, with the names of all packaged kernels")
     return top
 
 
@@ -48,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if given[0] in ("bench", "record"):
         parser().error(f"{given[0]} is in a checkout of twell alone: python -m profiling.{given[0]}")
+    if given[0] == "serve-check":
+        parser().error("serve-check is an option: twell analyze MODEL --serve")
     if given[0] == "convert":
         parser().error("convert is a call: twell.integrations.transformers.load(SRC).save_pretrained(DST)")
     arguments = vars(parser().parse_args(given))
-    if arguments["command"] == "serve-check":
-        print("twell serve-check is `twell analyze --serve`", file=sys.stderr)
     return exit_status(f"twell {arguments['command']}", lambda: _run(**arguments))
 
 

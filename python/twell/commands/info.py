@@ -1,12 +1,13 @@
 """``twell info``: versions, devices, kernels, what launches them, the rates of "auto", the environment, anywhere."""
 
-import json
 import logging
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
+from json import dumps as to_json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,86 +29,12 @@ VARIABLES: dict[str, Callable[[], object]] = {
 }
 
 
-@dataclass(frozen=True)
-class DeviceInfo:
-    """One GPU; `sparse` says whether TwELL's kernels run on it, `tested` whether its tests ran on a GPU of this compute
-    capability. Memory in bytes.
+def collect() -> dict[str, Any]:
+    """The facts of this process and machine, as ``--json`` prints them. Missing parts raise nothing.
+
+    devices: memory in bytes; sparse: whether TwELL's kernels run there; tested: whether its tests ran on a GPU of this
+    compute capability. launches: the runner of programs in use. environment: the value of each variable in effect.
     """
-
-    index: int
-    name: str
-    capability: str
-    sm_count: int
-    memory: int
-    sparse: bool
-    tested: bool
-
-
-@dataclass(frozen=True)
-class KernelInfo:
-    """The packaged library for the first GPU, or Hopper's without one: its manifest, and whether it loads.
-
-    `packaged`: the architectures that there are libraries for. `runtime`: the library that kernels link to, whose
-    packages are among the versions; None if none can be loaded. `problems` in words.
-    """
-
-    library: str
-    present: bool
-    usable: bool
-    loads: bool
-    packaged: tuple[str, ...]
-    runtime: str | None
-    arch: str | None
-    toolkit: str | None
-    dsl_version: str | None
-    tvm_ffi_version: str | None
-    source_hash: str | None
-    symbols: tuple[str, ...]
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CacheInfo:
-    """The user cache: `entries` kernels of `bytes` in all; `current` of them fit this installation's versions."""
-
-    folder: str
-    entries: int
-    bytes: int
-    current: int
-    problem: str | None
-
-
-@dataclass(frozen=True)
-class RatesInfo:
-    """The rates by which "auto" chooses on a GPU model: the GPU, date and file they are from, and a file ignored.
-
-    `file` is None for rates that ship. `measured_on` is "" where there are none, and "auto" is dense. `problem`: why
-    there is a file that is not used, or that it is of other kernels, or None.
-    """
-
-    gpu: str
-    measured_on: str
-    date: str
-    file: str | None
-    problem: str | None
-
-
-@dataclass(frozen=True)
-class Info:
-    """The report of ``twell info``. `launches`: the runner of programs in use; `environment`: each variable's value."""
-
-    versions: dict[str, str]
-    devices: tuple[DeviceInfo, ...]
-    device_problem: str | None
-    kernels: KernelInfo
-    launches: str
-    cache: CacheInfo
-    rates: tuple[RatesInfo, ...]
-    environment: dict[str, str]
-
-
-def collect() -> Info:
-    """Collect the facts of this process and machine. Missing parts raise nothing; no compiler is imported."""
     driver = device.describe()
     versions = {
         "twell": twell.__version__,
@@ -118,29 +45,30 @@ def collect() -> Info:
         "CUDA driver": "{}.{}".format(*driver.version) if driver.version else "none",
     }
     versions.update((package, packaged.version(package)) for package in PACKAGES)
-    devices = tuple(
-        DeviceInfo(
-            d.index,
-            d.name,
-            "{}.{}".format(*d.capability),
-            d.sm_count,
-            d.memory,
-            d.capability[0] in device.ARCHITECTURES,
-            d.capability == device.SM_90,
-        )
+    devices = [
+        asdict(d)
+        | {"capability": "{}.{}".format(*d.capability), "sparse": d.capability[0] in device.ARCHITECTURES}
+        | {"tested": d.capability == device.SM_90}
         for d in driver.devices
-    )
-    environment = {name: _in_effect(value) for name, value in VARIABLES.items()}
-    models = {d.name: d.capability == device.SM_90 for d in driver.devices if d.capability[0] in device.ARCHITECTURES}
+    ]
     first = driver.devices[0].capability[0] if driver.devices else 9
     arch = device.ARCHITECTURES.get(first, fingerprint.ARCH)
     kernels = _kernels(packaged.folder_of(arch), arch)
     if driver.devices and (advice := packaged.advice(arch)):
-        kernels = replace(kernels, problems=(*kernels.problems, advice))
-    rates = tuple(_rates(*model) for model in models.items())
+        kernels["problems"].append(advice)
+    models = {each["name"]: each["tested"] for each in devices if each["sparse"]}
     with _warnings():
         launches = _in_effect(host.runner)
-    return Info(versions, devices, driver.problem, kernels, launches, _cache(), rates, environment)
+    return {
+        "versions": versions,
+        "devices": devices,
+        "device_problem": driver.problem,
+        "kernels": kernels,
+        "launches": launches,
+        "cache": _cache(),
+        "rates": [_rates(*model) for model in models.items()],
+        "environment": {name: _in_effect(value) for name, value in VARIABLES.items()},
+    }
 
 
 def _in_effect(value: Callable[[], object]) -> str:
@@ -166,7 +94,8 @@ def _warnings() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> KernelInfo:
+def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> dict[str, Any]:
+    """The library for this architecture: its manifest, whether it loads, the runtime it links to, and ``problems``."""
     library = folder / packaged.LIBRARY
     with _warnings() as problems:
         manifest = packaged.read_manifest.__wrapped__(folder, arch)  # uncached, for its warnings
@@ -178,120 +107,107 @@ def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> KernelInfo:
         loads = manifest is not None
     except RuntimeError as error:
         problems.append(str(error))
-    return KernelInfo(
-        library=str(library),
-        present=library.is_file(),
-        usable=manifest is not None,
-        packaged=packaged.architectures(),
-        runtime=runtime,
-        loads=loads,
-        arch=manifest.arch if manifest else None,
-        toolkit=manifest.toolkit if manifest else None,
-        dsl_version=manifest.dsl_version if manifest else None,
-        tvm_ffi_version=manifest.tvm_ffi_version if manifest else None,
-        source_hash=manifest.source_hash if manifest else None,
-        symbols=manifest.symbols if manifest else (),
-        problems=tuple(problems),
-    )
+    names = ("arch", "toolkit", "dsl_version", "tvm_ffi_version", "source_hash")
+    return {
+        "library": str(library),
+        "present": library.is_file(),
+        "usable": manifest is not None,
+        "packaged": packaged.architectures(),
+        "runtime": runtime,
+        "loads": loads,
+        **{name: getattr(manifest, name, None) for name in names},
+        "symbols": manifest.symbols if manifest else (),
+        "problems": problems,
+    }
 
 
-def _cache() -> CacheInfo:
-    """Count the cache's entries; create nothing."""
+def _cache() -> dict[str, Any]:
+    """Count the kernels of the cache, and those that fit this installation's versions; create nothing."""
     try:
         folder = env.cache_dir()
         entries = [path for path in folder.glob("*/*") if path.suffix in (".so", ".o") and not path.is_symlink()]
+        sizes = [path.stat().st_size for path in entries]
         current = sum(path.parent.name == cache.fingerprint() for path in entries)
-        return CacheInfo(str(folder), len(entries), sum(path.stat().st_size for path in entries), current, None)
+        found = {"folder": str(folder), "entries": len(entries), "bytes": sum(sizes), "current": current}
+        return found | {"problem": None}
     except (OSError, ValueError) as error:
-        return CacheInfo("", 0, 0, 0, str(error))
+        return {"folder": "", "entries": 0, "bytes": 0, "current": 0, "problem": str(error)}
 
 
-def _rates(gpu: str, shipped: bool) -> RatesInfo:
-    """The rates for a GPU model, for which those that ship may stand in or not."""
+def _rates(gpu: str, shipped: bool) -> dict[str, Any]:
+    """The rates for a GPU model, for which those that ship may stand in or not: then "auto" is dense there.
+
+    file: None for rates that ship. problem: why there is a file that is not used, or that it is of other kernels.
+    """
     card = read(gpu, specs.SM90 if shipped else specs.PORTABLE)
-    if card.file is None and not shipped:
-        return RatesInfo(gpu, "", "", None, card.note or None)
-    return RatesInfo(gpu, card.gpu, card.date, None if card.file is None else str(card.file), card.note or None)
+    known = card.file is not None or shipped
+    found = {"gpu": gpu, "measured_on": card.gpu if known else "", "date": card.date if known else ""}
+    return found | {"file": None if card.file is None else str(card.file), "problem": card.note or None}
 
 
-def _rates_lines(rates: tuple[RatesInfo, ...]) -> Iterator[str]:
-    for each in rates:
-        if each.measured_on:
-            yield f"  {each.gpu}: {each.file or 'shipped'}, measured on {each.measured_on}, {each.date[:10]}"
-        else:
-            yield f'  {each.gpu}: none, and "auto" is dense there until `twell tune` has measured it'
-        if each.problem:
-            yield f"  note: {each.problem}"
-        if each.measured_on not in ("", each.gpu):
-            yield f"  note: these are of another GPU; `twell tune` measures {each.gpu}"
-    if not rates:
-        yield '  none in use: "auto" is dense here'
-
-
-def _fields(rows: dict[str, str]) -> Iterator[str]:
+def _fields(rows: dict[str, Any]) -> Iterator[str]:
     width = max(map(len, rows))
     return (f"  {name.ljust(width)}  {value}" for name, value in rows.items())
 
 
-def lines(info: Info, verbose: bool) -> Iterator[str]:
+def lines(info: dict[str, Any]) -> Iterator[str]:
     """The report as text."""
     yield "Versions"
-    yield from _fields(info.versions)
+    yield from _fields(info["versions"])
     yield "\nDevices"
-    for d in info.devices:
+    for d in info["devices"]:
         support = "sparse kernels run here"
-        if not d.sparse:
+        if not d["sparse"]:
             support = f"no sparse kernels: they need compute capability {device.SUPPORTED}"
-        elif not d.tested:
+        elif not d["tested"]:
             support = "kernels of the portable family, never run on this model for this release"
-        yield f"  cuda:{d.index}  {d.name}, compute capability {d.capability}, {d.sm_count} SMs, " + (
-            f"{d.memory / 2**30:.0f} GiB: {support}"
-        )
-    if info.device_problem:
-        yield f"  none: {info.device_problem}"
-    if not any(d.sparse for d in info.devices):
+        size = f"{d['sm_count']} SMs, {d['memory'] / 2**30:.0f} GiB"
+        yield f"  cuda:{d['index']}  {d['name']}, compute capability {d['capability']}, {size}: {support}"
+    if info["device_problem"]:
+        yield f"  none: {info['device_problem']}"
+    if not any(d["sparse"] for d in info["devices"]):
         yield "  TwELL runs here through its CPU operators: exact but not fast."
-    kernels = info.kernels
+    kernels = info["kernels"]
     yield "\nPackaged kernels"
-    if kernels.usable:
-        rows = {
-            "library": kernels.library,
-            "kernels": f"{len(kernels.symbols)} for {kernels.arch}" + ("" if verbose else " (--verbose lists them)"),
-            "libraries": f"for {', '.join(kernels.packaged)}",
-            "built with": (
-                f"CuTe DSL {kernels.dsl_version} ({kernels.toolkit}), {fingerprint.TVM_FFI} {kernels.tvm_ffi_version}"
-            ),
-            "sources": str(kernels.source_hash),
-            "loads": "yes" if kernels.loads else "no",
+    rows = {"library": kernels["library"]}
+    if kernels["usable"]:
+        built = f"CuTe DSL {kernels['dsl_version']} ({kernels['toolkit']})"
+        rows |= {
+            "kernels": f"{len(kernels['symbols'])} for {kernels['arch']}",
+            "built with": f"{built}, {fingerprint.TVM_FFI} {kernels['tvm_ffi_version']}",
+            "sources": kernels["source_hash"],
+            "loads": "yes" if kernels["loads"] else "no",
         }
-        yield from _fields(rows)
     else:
-        yield f"  none in use ({'there is a' if kernels.present else 'no'} library at {kernels.library})"
-        if kernels.packaged:
-            yield f"  libraries: for {', '.join(kernels.packaged)}"
-    yield from _fields({"runtime": kernels.runtime or "none"})
-    yield from (f"  note: {problem}" for problem in kernels.problems)
-    if verbose:
-        yield from (f"    {symbol}" for symbol in kernels.symbols)
-    yield f"\nLaunches: {info.launches}"
+        rows["kernels"] = f"none in use: {'another' if kernels['present'] else 'no'} library is there"
+    yield from _fields(rows | {"libraries": ", ".join(kernels["packaged"]) or "none", "runtime": kernels["runtime"]})
+    yield from (f"  note: {problem}" for problem in kernels["problems"])
+    yield f"\nLaunches: {info['launches']}"
     yield "\nCache of compiled kernels"
-    if info.cache.problem:
-        yield f"  not usable: {info.cache.problem}"
+    held = info["cache"]
+    if held["problem"]:
+        yield f"  not usable: {held['problem']}"
     else:
-        size = f"{info.cache.entries} kernels, {info.cache.bytes:,} bytes; {info.cache.current} fit these versions"
-        yield from _fields({"folder": info.cache.folder, "holds": size})
+        size = f"{held['entries']} kernels, {held['bytes']:,} bytes; {held['current']} fit these versions"
+        yield from _fields({"folder": held["folder"], "holds": size})
     yield '\nRates of "auto"'
-    yield from _rates_lines(info.rates)
+    for each in info["rates"]:
+        said = 'none, and "auto" is dense there until `twell tune` has measured it'
+        if each["measured_on"]:
+            said = f"{each['file'] or 'shipped'}, measured on {each['measured_on']}, {each['date'][:10]}"
+        yield f"  {each['gpu']}: {said}"
+        if each["problem"]:
+            yield f"  note: {each['problem']}"
+        if each["measured_on"] not in ("", each["gpu"]):
+            yield f"  note: these are of another GPU; `twell tune` measures {each['gpu']}"
+    if not info["rates"]:
+        yield '  none in use: "auto" is dense here'
     yield "\nEnvironment, as in effect"
-    yield from _fields(info.environment)
+    yield from _fields(info["environment"])
 
 
-def run(json: bool = False, verbose: bool = False) -> int:
+def run(json: bool = False) -> int:
     """Print the report, as JSON if asked. Return the exit code 0."""
-    info = collect()
-    print(_to_json(info) if json else "\n".join(lines(info, verbose)))
+    found = collect()
+    print(to_json(found, indent=2) if json else "\n".join(lines(found)))
     return 0
-
-
-def _to_json(info: Info) -> str:
-    return json.dumps(asdict(info), indent=2)

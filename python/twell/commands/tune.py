@@ -37,9 +37,8 @@ from twell.testing.quantised import Quantised
 
 DESCRIPTION = """\
 Measure the time of each route on this GPU, and write the rates by which "auto" then chooses on GPUs of this model. It
-takes three minutes on an H200. Rates of 16 bits need kinds of inference and of training; those of e4m3 stand for
-themselves. With --shape rates fit the named layers, and others less. If --budget-s is too short, what was not measured
-to the end keeps the rates in use: the last line then says "incomplete", and the exit status is 1.
+takes three minutes on an H200. With --shape rates fit the named layers, and others less. If --budget-s is too short,
+nothing is written: the last line then says "incomplete", and the exit status is 1.
 """
 
 Shape = tuple[int, int]
@@ -262,10 +261,10 @@ class Step(NamedTuple):
         return f"{k:5} x {n:5} {self.kind:18} M = {m:6}"
 
 
-def plan(card: Card, shapes: Sequence[Shape] | None = None, kinds: Iterable[str] = KINDS) -> list[Step]:
+def plan(card: Card, shapes: Sequence[Shape] | None = None) -> list[Step]:
     """All steps on the GPU of the card, layer by layer. ``shapes`` replace those of each kind."""
     steps = []
-    for kind in (kind for kind in kinds if kind != "e4m3" or card.screens):
+    for kind in (kind for kind in KINDS if kind != "e4m3" or card.screens):
         own, counts = KINDS[kind]
         gated, training, is_float8 = "non-gated" not in kind, "training" in kind, kind == "e4m3"
         for i, (k, n) in enumerate(shapes or own):
@@ -505,7 +504,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
     add = parser.add_argument
     add("--shape", nargs="+", type=shape, metavar="KxN", help="hidden sizes and neurons of the layers to fit rates to")
-    add("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of calls (all)")
     add("--device", help="cuda or cuda:INDEX (default: cuda)")
     add(
         "--budget-s",
@@ -529,7 +527,7 @@ def gpu(name: str | None) -> timing.Gpu:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and write the rates. Return 1 if a route was wrong or a kind was not measured to the end."""
+    """Measure and write the rates. Return 1 if a route was wrong or not all was measured."""
     return tune(arguments, gpu(arguments.device))
 
 
@@ -549,31 +547,22 @@ def tune(
     card = dataclasses.replace(
         before, machine=testing.machine_line(on), date=now(), kernels=fingerprint.source_hash(), sms=sms, file=None
     )
-    steps, done = plan(before, arguments.shape, arguments.kinds), 0
+    steps = plan(before, arguments.shape)
     rows: list[Row] = []
+    done = 0
     for found in measure(steps, device, before, budget_s=arguments.budget_s):
         rows, done = rows + found, done + 1
         keep(rows, card, done == len(steps))
-    left = {part_of(step.problem) for step in steps[done:]}
-    measured = {part_of(each.problem) for each in usable(rows)} - left
-    if not {"inference", "training"} <= measured:
-        # steps have dense and gate rates of inference, which would be of two GPUs
-        measured -= {"inference", "training"}
-    whole = [each for each in usable(rows) if part_of(each.problem) in measured]
-    others = {*PARTS} - measured
-    # those of another family would mislead
-    can_use = before.file or any(each.family == card.family for each in cards.CARDS) or others <= {"e4m3"}
-    card = fitted(whole, card)
-    print(report(whole, card))
-    if others:
-        kept = f"their rates stay those of {before.file or before.gpu}" if can_use and whole else "no rates are written"
-        print(f"not measured whole: {', '.join(sorted(others))}; {kept}")
-        # the older kernels
-        card = dataclasses.replace(card, kernels=before.kernels)
-    print(card.machine)
-    if whole and can_use and write is not None:
-        print(f'wrote {write(card)}; "auto" uses it in processes that start now')
-    if left:
+    if done < len(steps):
         enough = max(LONG_S, 2 * arguments.budget_s)
-        print(f"incomplete: {done} of {len(steps)} steps; run again with --budget-s {enough:g}")
-    return 1 if left or not whole or not can_use or any(row["red"] for row in rows) else 0
+        print(f"incomplete: {done} of {len(steps)} steps; run again with --budget-s {enough:g}; no rates are written")
+        return 1
+    whole = usable(rows)
+    card = fitted(whole, card)
+    print(report(whole, card), card.machine, sep="\n")
+    lacking = {part_of(step.problem) for step in steps} - {part_of(each.problem) for each in whole}
+    if lacking:
+        print(f"no rates are written: no route has right times of {', '.join(sorted(lacking))}")
+    elif write is not None:
+        print(f'wrote {write(card)}; "auto" uses it in processes that start now')
+    return 1 if lacking or any(row["red"] for row in rows) else 0
