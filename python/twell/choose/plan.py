@@ -1,6 +1,6 @@
 """How a call runs, as far as nothing is measured: ``plan`` decides it from ``Facts`` alone, and nothing else does.
 
-Functions, the operator ``ffn``, ``explain``, ``serve-check``, ``analyze`` and the constructors of layers gather what
+Functions, the operator ``ffn``, ``explain``, ``analyze`` and the constructors of layers gather what
 they know and ask. The answer is a ``Route`` or a ``Refusal``. A route to "auto" leaves the choice to costs, with
 figures that an ``AutoStrategy`` measured (``twell.choose.site``) or without any (``twell.choose.rates``).
 """
