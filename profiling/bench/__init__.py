@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if name == "layers":
-        top.add_argument("ops", nargs="*", type=module.words(module.OPS), default=[["ffn"]], help="operations (ffn)")
+        top.add_argument("ops", nargs="*", type=module.words(module.OPS), default=[["ffn"]], metavar="OP")
     harness.add_options(top, module.OPTIONS, module.SECONDS)
 
     def run() -> int:

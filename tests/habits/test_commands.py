@@ -36,7 +36,7 @@ HELP = {
     "demo": "--text --seconds --steps --seed Ctrl-C",
     "info": "--json",
     "analyze": "MODEL --text --serve --json --activation --nnz --ranks --save",
-    "tune": "--shape --kinds --device --budget-s",
+    "tune": "--shape --device --budget-s",
 }
 
 
