@@ -17,7 +17,6 @@ from torch import Tensor
 
 import twell
 from profiling.draw.common import markdown
-from twell import _files
 from twell._analyze import experts
 from twell._analyze.layers import WatchedExperts, WatchedLayer, found, observe
 from twell.commands import saved_model
@@ -106,7 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check_out(out: Path) -> None:
-    _files.require_apart(out)
     if out.is_dir():
         if any(out.iterdir()):
             raise RequestError(f"--out: expected a new or an empty folder, got {str(out)!r} with files in it")
@@ -119,7 +117,7 @@ def _check_out(out: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and print; the folder appears once all files are written.
+    """Run the command and print; README.md is written last.
 
     Raises RequestError if the request cannot be met.
     """
@@ -159,20 +157,19 @@ def run(arguments: argparse.Namespace) -> int:
         batches = saved_model.batches(text.sequences, arguments.batch, done)
         observe(loaded.model, [*layers, *routed], batches, record_input, getattr(loaded.model, "base_model", None))
     lines: list[Line] = []
-    with _files.replacing(out) as folder:
-        folder.mkdir()
-        for number in numbers:
-            if number in known:
-                at = known[number]
-                lines.append(write_layer(folder / f"layer{number}.npz", layers[at], torch.cat(inputs[at])))
-            if number in known_experts:
-                at = known_experts[number]
-                x, ids, weights = (torch.cat(parts) for parts in zip(*routes[at]))
-                path = folder / f"experts{number}.npz"
-                lines.append(write_experts(path, routed[at], x, torch.cat(starts), ids, weights))
-            name, fired, neurons, size = lines[-1]
-            print(f"{name}: {fired} non-zeros per token, {neurons} neurons, {size} MB", flush=True)
-        (folder / "README.md").write_text(_readme(loaded, text, lines), encoding="utf-8")
+    Path(os.path.realpath(out)).mkdir(exist_ok=True)
+    for number in numbers:
+        if number in known:
+            at = known[number]
+            lines.append(write_layer(out / f"layer{number}.npz", layers[at], torch.cat(inputs[at])))
+        if number in known_experts:
+            at = known_experts[number]
+            x, ids, weights = (torch.cat(parts) for parts in zip(*routes[at]))
+            path = out / f"experts{number}.npz"
+            lines.append(write_experts(path, routed[at], x, torch.cat(starts), ids, weights))
+        name, fired, neurons, size = lines[-1]
+        print(f"{name}: {fired} non-zeros per token, {neurons} neurons, {size} MB", flush=True)
+    (out / "README.md").write_text(_readme(loaded, text, lines), encoding="utf-8")
     print(f"{out.absolute()}; README.md there has the statistics")
     return 0
 

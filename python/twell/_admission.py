@@ -258,15 +258,10 @@ def _unwritable(main: Tensor) -> str:
 
 def require_apart(name: str, mains: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
     """Raise ValueError if a main shares memory with another main or with an operand that the caller holds."""
-    written = {f"main_grads for {weight}": _own(main) for weight, main in mains.items() if isinstance(main, Tensor)}
-    read = {argument: _own(value) for argument, value in given.items() if value is not None} if written else {}
+    written = {f"main_grads for {weight}": main for weight, main in mains.items() if isinstance(main, Tensor)}
+    read = {argument: value for argument, value in given.items() if value is not None} if written else {}
     if written and (pair := _memory.shared(written, read)):
         raise ValueError(f"{name}: main_grads must have memory of their own, got {' and '.join(pair)} sharing some")
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor; any other tensor itself."""
-    return tensor._local_tensor if sharded({"": tensor}) else tensor  # type: ignore[attr-defined]
 
 
 def _describe(value: object) -> str:

@@ -96,11 +96,7 @@ class Passes:
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
         return _apply(self.call, None, None, None, *operands, None)  # type: ignore[no-any-return]
 
-    @nvtx.marked(
-        lambda _, dy, dl1, saved, *rest: nvtx.range(
-            "hybrid_backward", category=nvtx.BACKWARD, **nvtx.sizes({"x": saved[0], "w_gate": saved[1]})
-        )
-    )
+    @nvtx.marked(lambda *_: nvtx.range("hybrid_backward"))
     def backward(
         self, dy: Tensor, dl1: Tensor | None, saved: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None] | None:
@@ -233,7 +229,7 @@ class _FFN(torch.autograd.Function):
         return y, l1, nonzeros
 
     @staticmethod
-    @nvtx.marked(lambda ctx, dy, *_: _backward_range(ctx.call.name, dy))
+    @nvtx.marked(lambda ctx, *_: nvtx.range(f"{ctx.call.name}.backward"))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None = None, _: None = None) -> tuple[Tensor | None, ...]:
         call, mains, needs = ctx.call, ctx.mains, ctx.needs_input_grad[4:]
         compiling = _modes.compiling()
@@ -308,11 +304,6 @@ def _require_addable(*upstream: Tensor | None) -> None:
     else:
         return
     raise NotImplementedError(f"main_grads take the gradients of a plain backward pass, got {got}")
-
-
-def _backward_range(name: str, dy: Tensor | None) -> nvtx.Context:
-    """Return the profiler's range of the backward pass of ``name``. The operator's own range holds the other sizes."""
-    return nvtx.range(f"{name}.backward", category=nvtx.BACKWARD, m=None if dy is None else dy.shape[0])
 
 
 def gradients_of(

@@ -143,7 +143,7 @@ def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...]
         if module is not owner or not isinstance(x, Tensor):
             return
         if _modes.compiling() or not _modes.in_backward():
-            _count(owner, x, totals)
+            count_call(owner, x, totals)
 
     return count
 
@@ -157,13 +157,14 @@ def _add_counts(totals: Tensor, fired: Tensor, tokens: int) -> None:
 
 
 @torch.no_grad()
-def _count(mlp: MLP, x: Tensor, totals: Tensor) -> None:
+def count_call(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
     name, gate, plain = "count_firing", gate_of(mlp), mlp._is_plain()
     if plain:
         # divided by tensor parallelism, say
         x, weight, bias = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (x, gate.weight, gate.bias))
-        if mlp._casts:
+        if x.is_floating_point():
+            # autocast may have ended meanwhile
             weight, bias = cast([weight, bias], x.dtype)
         operands = _admission.admit(name, x=x, w_gate=weight, b_gate=bias)
         x, weight, bias = operands["x"], operands["w_gate"], operands.get("b_gate")

@@ -1,4 +1,4 @@
-"""Sharding rules for DTensors, for whole layers and for single operators.
+"""Layers on DTensors.
 
 A layer
     ``ffn`` runs ``sparse_gated_ffn`` or ``sparse_ffn`` on the local parts of DTensors. Each dimension of the mesh
@@ -25,15 +25,7 @@ A layer
     ``AutoStrategy`` sees the local problem alone: every rank measures its own neurons and may choose another strategy
     than its neighbours. The collectives lie outside and are the same for all.
 
-Operators
-    Operators that work token by token take tokens sharded on dimension 0 and replicated weights: ``unpack``,
-    and also ``gate_pack`` and ``ffn`` if every shard is a multiple of the 8 or 128 tokens that share an
-    element of their statistics or a tile. Anything else is replicated first, which is
-    right and slow. ``reglu`` takes any sharding. The operators of training return tensors of a whole batch. They refuse
-    DTensors and name the function to call.
-
-Importing this module registers the operators' rules. ``twell.distributed`` imports it, and so does a function that is
-given a DTensor.
+Operators have no rules: torch refuses DTensors for them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -44,10 +36,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.experimental import register_sharding
 
-from twell import _modes, ops
-from twell._runtime import geometry
+from twell import _modes
 from twell.choose.site import tokens_of
 
 # the dimension of each operand that counts neurons
@@ -61,7 +51,6 @@ def ffn(
     name: str,
     local: Callable[..., Any],
     operands: Mapping[str, Tensor],
-    mains: Sequence[Tensor | None] | None,
     *,
     dense: bool,
     return_aux: bool,
@@ -69,10 +58,9 @@ def ffn(
 ) -> tuple[DTensor, tuple[DTensor, DTensor] | None]:
     """Run ``local``, the function called ``name``, on DTensors: y and, if asked for, (l1, l0).
 
-    ``operands``: those present, by name, of the right global shapes. ``mains``: DTensors placed as gradients are, like
-    the weight on dimensions of the mesh that divide neurons and Partial on those that divide tokens. ``dense``: whether
-    any number of neurons will do. Raises TypeError if an operand is not a DTensor, ValueError for different meshes, for
-    shares of neurons that the kernels do not take, and for mains placed otherwise.
+    ``operands``: those present, by name, of the right global shapes. ``dense``: whether any number of neurons will do.
+    Raises TypeError if an operand is not a DTensor, ValueError for different meshes and for shares of neurons that the
+    kernels do not take.
     """
     tensors, mesh = require_dtensors(name, operands)
     work = [_divides(tensors, mesh_dim) for mesh_dim in range(mesh.ndim)]
@@ -80,19 +68,12 @@ def ffn(
         require_shares(name, tensors["w_up"].shape[0], [mesh.size(i) for i, w in enumerate(work) if w == "neurons"])
     x = tensors["x"]
     arguments: dict[str, Any] = {}
-    gradients: dict[str, tuple[Placement, ...]] = {}
     for argument, tensor in tensors.items():
         rules = [_rule(argument, w, x.placements[i]) for i, w in enumerate(work)]
-        gradients[argument] = tuple(gradient for _, gradient in rules)
-        arguments[argument] = _local(tensor, tuple(placement for placement, _ in rules), gradients[argument])
+        arguments[argument] = _local(tensor, *map(tuple, zip(*rules)))
     if "b_down" in arguments and not all(mesh.get_local_rank(i) == 0 for i, w in enumerate(work) if w == "neurons"):
         arguments["b_down"] = _Elsewhere.apply(arguments["b_down"])  # type: ignore[no-untyped-call]
-    weights = [argument for argument in WEIGHTS if argument in tensors]
-    # ``local`` raises for anything else
-    if isinstance(mains, (tuple, list)) and len(mains) == len(weights):
-        mains = [_local_main(name, a, main, mesh, gradients[a]) for a, main in zip(weights, mains)]
-
-    result = local(**arguments, main_grads=mains, return_aux=return_aux, **options)
+    result = local(**arguments, return_aux=return_aux, **options)
     y, aux = result if return_aux else (result, None)
     partial, replicate = Partial(), Replicate()
     placements = tuple(
@@ -127,24 +108,6 @@ def require_dtensors(name: str, operands: Mapping[str, Tensor]) -> tuple[dict[st
         if tensor.device_mesh != mesh:
             raise ValueError(f"{name}: {argument} must be on {mesh} as {first} is, got {tensor.device_mesh}")
     return tensors, mesh
-
-
-def packable(name: str, operands: Mapping[str, Tensor]) -> DTensor:
-    """x of ``pack`` as ``gate_pack`` takes it: sharded evenly on dimension 0 or not at all.
-
-    Raises NotImplementedError if the other operands are sharded, and what ``require_dtensors`` raises.
-    """
-    tensors, mesh = require_dtensors(name, operands)
-    for argument, tensor in tensors.items():
-        if argument != "x" and any(_sharded(placement) for placement in tensor.placements):
-            raise NotImplementedError(
-                f"{name}: {argument} must be Replicate, got {tensor.placements}: a packed gate numbers neurons from "
-                "0 on each rank, so that shares make no whole; pack each rank's own from to_local() of the operands"
-            )
-    x = tensors["x"]
-    even = x.dim() > 1 and x.shape[0] % mesh.size() == 0
-    placements = tuple(p if even and p.is_shard(0) else Replicate() for p in x.placements)
-    return x if x.placements == placements else x.redistribute(placements=placements)
 
 
 def lay(weight: DTensor, rows: bool) -> bool:
@@ -252,21 +215,6 @@ class _Elsewhere(torch.autograd.Function):
         return gradient
 
 
-def _local_main(
-    name: str, argument: str, main: Tensor | None, mesh: DeviceMesh, placements: tuple[Placement, ...]
-) -> Tensor | None:
-    if main is None:
-        return None
-    if not isinstance(main, DTensor) or main.device_mesh != mesh or main.placements != placements:
-        got = main.placements if isinstance(main, DTensor) else type(main).__name__
-        raise ValueError(
-            f"{name}: main_grads must have for {argument} a DTensor of its mesh placed {placements}, as this rank's "
-            f"gradient is, got {got}"
-        )
-    with torch.no_grad():
-        return main.to_local()
-
-
 def require_shares(name: str, n: int, ranks: Sequence[int]) -> None:
     """Raise ValueError unless torch.chunk over ``ranks``, one mesh dimension after the other, gives sparse layers."""
     shares = {n}
@@ -286,66 +234,3 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     for size in reversed(shape[1:]):
         stride.insert(0, stride[0] * max(size, 1))
     return tuple(stride)
-
-
-# Rules of single operators: the (placements of outputs, placements of inputs) allowed on one dimension of the mesh.
-_Rules = list[tuple[list[Placement | None], list[Placement | None]]]
-
-
-def _by_token(outputs: int, tokens: Sequence[bool], present: Sequence[object], sharded: bool = True) -> _Rules:
-    """All replicated or, if ``sharded``, all outputs and the inputs marked in ``tokens`` sharded on dimension 0."""
-    rules: _Rules = []
-    for kind in (Shard(0), Replicate()) if sharded else (Replicate(),):
-        inputs: list[Placement | None] = [
-            None if value is None or isinstance(value, (int, str, float)) else kind if by_token else Replicate()
-            for by_token, value in zip(tokens, present)
-        ]
-        rules.append(([kind] * outputs, inputs))
-    return rules
-
-
-def _whole_blocks(tokens: Any, block: int) -> bool:
-    """Whether every shard of these tokens is a multiple of ``block``."""
-    return bool(tokens.shape[0] % (block * tokens.mesh.size()) == 0)
-
-
-def _gate_pack(x: Any, *rest: Any) -> _Rules:
-    return _by_token(3, (True, *[False] * len(rest)), (x, *rest), _whole_blocks(x, geometry.STATS_ROWS))
-
-
-def _unpack(words: Any, spill: Any, n: int, compression: int) -> _Rules:
-    return _by_token(1, (True, True, False, False), (words, spill, n, compression))
-
-
-def _ffn(x: Any, *rest: Any) -> _Rules:
-    return _by_token(1, (True, *[False] * len(rest)), (x, *rest), _whole_blocks(x, geometry.TOKEN_TILE))
-
-
-def _ffn_aux(*operands: Any) -> _Rules:
-    # sums over all tokens, of layers of which no part is known here
-    return _by_token(3, [False] * len(operands), operands, sharded=False)
-
-
-def _reglu(*arguments: Any) -> _Rules:
-    elements = [argument for argument in arguments if not isinstance(argument, (str, float))]
-    outputs, others = len(elements) - 1, [None] * (len(arguments) - len(elements))
-    kinds: list[Placement] = [*(Shard(i) for i in range(len(elements[0].shape))), Replicate()]
-    return [([kind] * outputs, [*[kind] * len(elements), *others]) for kind in kinds]
-
-
-def _refuse(*operands: Any) -> _Rules:
-    raise NotImplementedError(
-        "the operators of training take no DTensors, because the tensors they keep belong to a batch; call "
-        "twell.sparse_gated_ffn or twell.sparse_ffn, which run them on what each rank holds"
-    )
-
-
-for _op, _rules in (
-    (ops.gate_pack, _gate_pack),
-    (ops.unpack, _unpack),
-    (ops.ffn, _ffn),
-    (ops.ffn_aux, _ffn_aux),
-    ([ops.reglu, ops.reglu_backward], _reglu),
-    ([ops.hybrid_forward, ops.hybrid_backward, ops.hybrid_backward_accumulate], _refuse),
-):
-    register_sharding(_op)(_rules)

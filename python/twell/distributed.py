@@ -19,7 +19,7 @@ of a module and ``tensor_parallel_plan`` those of a model::
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
 
-Importing this also registers the sharding rules of ``torch.ops.twell``. Needs a torch with distributed support.
+Needs a torch with distributed support.
 """
 
 from typing import Any
@@ -149,24 +149,23 @@ class SparseMLPParallel(ParallelStyle):
         return module
 
 
-def tensor_parallel_plan(
-    model: nn.Module, *, embeddings: bool = True, loss_parallel: bool = False
-) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """The plan for ``parallelize_module(model, mesh, plan)`` of a model with layers of ``twell.nn``.
 
     - Every layer of ``twell.nn``: ``SparseMLPParallel()``.
     - Attention of the HF models Llama, Mistral, Qwen2 and Qwen3, and of the sparse ones of
       ``twell.integrations.transformers``: heads are divided. The numbers of query and of key heads must be multiples of
       the number of ranks, else applying the plan raises ValueError. Attention of other models is not divided.
-    - With ``embeddings``, the input embedding and the output projection that the model's ``get_input_embeddings`` and
+    - The input embedding and the output projection that the model's ``get_input_embeddings`` and
       ``get_output_embeddings`` name: the vocabulary is divided. Tied weights stay tied. An embedding with a
       ``padding_idx`` or of a subclass, as Gemma's, is not divided, and neither is a projection tied to it.
     - All other modules with parameters and without children are whole on all ranks and compute the same there. Their
       parameters become DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture. Those of a module with
       children, of ``nn.MultiheadAttention`` and of ``nn.RNNBase`` stay plain tensors, and a warning names them.
 
-    The model takes and returns plain tensors, the same on all ranks. With ``loss_parallel`` logits are DTensors divided
-    over the vocabulary instead, for ``torch.distributed.tensor.parallel.loss_parallel``.
+    The model takes and returns plain tensors, the same on all ranks. The plan is a dictionary of torch's styles, whose
+    entries may be replaced: ``plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)``
+    leaves logits divided, for ``torch.distributed.tensor.parallel.loss_parallel``.
 
     Backward sums gradients over ranks. If the weights of norms of heads are replaced, as by ``copy.deepcopy`` or
     ``to(dtype)``, run one forward pass eagerly before compiled ones. Otherwise their gradients stay to be summed, and
@@ -175,8 +174,7 @@ def tensor_parallel_plan(
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
     positions by the length of their input. Dropout needs the same seed on all ranks of the mesh.
 
-    Raises ValueError if ``model`` has no layer of ``twell.nn``, if other modules share a parameter, and for
-    ``loss_parallel`` without an output projection that can be divided.
+    Raises ValueError if ``model`` has no layer of ``twell.nn``, and if other modules share a parameter.
     """
     require("model", model, nn.Module, "an nn.Module")
     names = {module: name for name, module in model.named_modules()}
@@ -198,7 +196,7 @@ def tensor_parallel_plan(
                     # a norm of each head
                     plan[f"{name}.{child}"] = _Whole(Shard(2))
             done.update(module.modules())
-    head = _vocabulary(plan, model, names, embeddings, loss_parallel)
+    head = _vocabulary(plan, model, names)
     done.update(module for module, name in names.items() if name in plan)
     # they use parameters without calling the modules that hold them
     apart = {m for module in names if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) for m in module.modules()}
@@ -220,27 +218,19 @@ def tensor_parallel_plan(
     return plan
 
 
-def _vocabulary(
-    plan: dict[str, ParallelStyle], model: Any, names: dict[nn.Module, str], embeddings: bool, loss_parallel: bool
-) -> dict[str, ParallelStyle]:
+def _vocabulary(plan: dict[str, ParallelStyle], model: Any, names: dict[nn.Module, str]) -> dict[str, ParallelStyle]:
     """Add the input embedding and the output projection to ``plan``; return the entries that must come last."""
     embedding, head = _named(model, names, "get_input_embeddings"), _named(model, names, "get_output_embeddings")
     weight = getattr(embedding, "weight", None)
     tied = weight is not None and weight is getattr(head, "weight", None)
     _require_own(model, weight if tied else None)
     # a subclass may do more than look up; a padding index would be taken for a row of each rank's part
-    divisible = embeddings and type(embedding) is nn.Embedding and embedding.padding_idx is None
+    divisible = type(embedding) is nn.Embedding and embedding.padding_idx is None
     divisible &= type(head) is nn.Linear or not tied
     if divisible and embedding is not None:
         plan[names[embedding]] = _Embedding(input_layouts=Replicate(), output_layouts=Replicate())
-    if embeddings and type(head) is nn.Linear and (divisible or not tied):
-        layout = Shard(-1) if loss_parallel else Replicate()
-        plan[names[head]] = ColwiseParallel(output_layouts=layout, use_local_output=not loss_parallel)
-    elif loss_parallel:
-        raise ValueError(
-            "loss_parallel needs a divided output projection: an nn.Linear from get_output_embeddings, with "
-            f"embeddings=True, not tied to an embedding that is not divided; got {type(model).__name__}"
-        )
+    if type(head) is nn.Linear and (divisible or not tied):
+        plan[names[head]] = ColwiseParallel(output_layouts=Replicate())
     if embedding is None or head is None or not tied:
         return {}
     return {"": _Tied(names[embedding], names[head])}

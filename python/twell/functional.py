@@ -16,7 +16,6 @@ from twell._admission import (
     admit_mains,
     admitted,
     needing_grad,
-    require_apart,
     require_of_neurons,
     sharded,
 )
@@ -177,7 +176,7 @@ def sparse_gated_ffn(
 
     All operands may be DTensors of one mesh. w_gate and w_up sharded on dimension 0 and w_down on dimension 1 divide
     the neurons; x sharded on a leading dimension divides the tokens. Then y and ``aux`` are DTensors, Partial where
-    they are sums over ranks, and main_grads are placed as gradients; ``twell._sharding`` has the rules.
+    they are sums over ranks; ``twell._sharding`` has the rules.
 
     "auto" is "dense", with PyTorch's derivatives, under transforms of torch.func (grad, jvp, vmap and those made of
     them), for operands with a forward-mode tangent, and under torch.export where a gradient is needed. Named sparse
@@ -358,8 +357,7 @@ def pack(
     With a ``threshold``, that of "fatrelu", values up to it are zeros, too.
 
     Tensors are bfloat16 or float16, on the CPU too. Not differentiable, and not for transforms of torch.func. Sizes,
-    autocast and errors are as in ``sparse_gated_ffn``. Among DTensors x may be sharded; w_gate may not, since a packed
-    gate numbers neurons from 0.
+    autocast and errors are as in ``sparse_gated_ffn``, without DTensors.
     """
     name = "pack"
     if isinstance(threshold, Tensor):
@@ -382,9 +380,7 @@ def pack(
             "call it under torch.no_grad()"
         )
     if sharded(t):
-        from twell import _sharding
-
-        x = _sharding.packable(name, t)
+        raise NotImplementedError(f"{name}: operands must be plain tensors, got DTensors: pack to_local() of each")
     tokens = x.reshape(-1, x.shape[-1])
     words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression, kind.threshold)
     words, spill = (packed.reshape(*x.shape[:-1], packed.shape[1]) for packed in (words, spill))
@@ -431,7 +427,7 @@ def run(
         how, asked = how._replace(strategy="dense", invariant=False), _Asked("dense")
     layer, operands, mains, training, direct = _admitted(function, given, main_grads)
     if layer is None:
-        return _on_shards(function, operands, given, main_grads, return_aux, how, extra)  # type: ignore[no-any-return]
+        return _on_shards(function, operands, main_grads, return_aux, how, extra)  # type: ignore[no-any-return]
     extra = _fitting(name, layer, how, asked, extra)
     made, choice, _ = extra
     training = training or (choice is not None and choice.threshold is not None)
@@ -559,7 +555,6 @@ def _of_the_largest(name: str, layer: Layer, how: How, asked: _Asked, extra: Ext
 def _on_shards(
     function: Callable[..., Any],
     operands: Mapping[str, Tensor],
-    given: Layer,
     mains: Sequence[Tensor | None] | None,
     return_aux: bool,
     how: How,
@@ -571,13 +566,12 @@ def _on_shards(
     name = function.__name__
     if extra.choice is not None or extra.counts is not None:
         raise TypeError(f'{name}: "batchtopk", bandwidth and counts take plain tensors, got DTensors')
-    if isinstance(mains, (tuple, list)):
-        weights = [argument for argument in _sharding.WEIGHTS if argument in operands]
-        require_apart(name, dict(zip(weights, mains)), given.named(function is sparse_gated_ffn))
+    if mains is not None:
+        raise NotImplementedError(f"{name}: main_grads are those of plain weights, got DTensors")
     options = {"strategy": how.strategy, "invariant": how.invariant, "compression": how.compression}
     options |= how.activation.options()
     dense = how.strategy == "dense"
-    y, figures = _sharding.ffn(name, function, operands, mains, dense=dense, return_aux=return_aux, **options)
+    y, figures = _sharding.ffn(name, function, operands, dense=dense, return_aux=return_aux, **options)
     return y if figures is None else (y, Aux(*figures))
 
 

@@ -477,25 +477,13 @@ class SparseGatedMLP(SparseFFN):
     _gated = True
 
     @classmethod
-    def from_linear(
-        cls,
-        gate: nn.Linear,
-        up: nn.Linear,
-        down: nn.Linear,
-        *,
-        compression: int = 8,
-        strategy: Strategy | AutoStrategy = "auto",
-        screen: Screen | None = None,
-        invariant: bool = False,
-        activation: ActivationName = "relu",
-        threshold: float = 0,
-    ) -> SparseGatedMLP:
+    def from_linear(cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, **options: Any) -> Self:
         """Make a module that shares the Parameter objects of three ``nn.Linear``, each with or without bias.
 
-        Their storage stays, too. Raises TypeError or ValueError if the three do not form one FFN.
+        Their storage stays, too; ``options`` are the keyword arguments of the class from ``compression`` on. Raises
+        TypeError or ValueError if the three do not form one FFN.
         """
-        options = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
-        return cls._of({"gate": gate, "up": up}, down, activation=activation, threshold=threshold, **options)
+        return cls._of({"gate": gate, "up": up}, down, **options)
 
 
 class SparseMLP(SparseFFN):
@@ -504,21 +492,9 @@ class SparseMLP(SparseFFN):
     _projections = _PROJECTIONS[1:]
 
     @classmethod
-    def from_linear(
-        cls,
-        up: nn.Linear,
-        down: nn.Linear,
-        *,
-        compression: int = 8,
-        strategy: Strategy | AutoStrategy = "auto",
-        screen: Screen | None = None,
-        invariant: bool = False,
-        activation: ActivationName = "relu",
-        threshold: float = 0,
-    ) -> SparseMLP:
+    def from_linear(cls, up: nn.Linear, down: nn.Linear, **options: Any) -> Self:
         """Make a module that shares the Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
-        options = {"compression": compression, "strategy": strategy, "screen": screen, "invariant": invariant}
-        return cls._of({"up": up}, down, activation=activation, threshold=threshold, **options)
+        return cls._of({"up": up}, down, **options)
 
 
 def explain(layers: nn.Module | AutoStrategy) -> Explanation:

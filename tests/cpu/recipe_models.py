@@ -96,10 +96,9 @@ def assert_close(got: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def brute(gates: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Count firings per neuron and non-zeros per token of gates [tokens, N]."""
-    fires = torch.cat([gate.reshape(-1, gate.shape[-1]) for gate in gates]) != 0
-    return fires.sum(0), fires.sum(1)
+def brute(gates: list[Tensor]) -> Tensor:
+    """Count firings per neuron of gates [tokens, N]."""
+    return (torch.cat([gate.reshape(-1, gate.shape[-1]) for gate in gates]) != 0).sum(0)
 
 
 def tracked(model: nn.Module, x: Tensor, **options: Any) -> tuple[LayerStats, ...]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from fake_gpu import Arrived, install
 from ffns import BF16, Gated, K, Meta, N, Plain, UpFirst, take
 from layer_checks import CHILDREN, MODULES, Module, by_children, close
@@ -427,14 +426,6 @@ def test_what_has_no_dense_answer_raises(cls: Module) -> None:
         mlp(tokens())
 
 
-def test_transforms_differentiate_the_children(runs: list[tuple[str, int]]) -> None:
-    model = adapted(dtype=torch.float64).double()
-    x = tokens(torch.float64)[0, 0]
-    ours = torch.func.jacrev(model)(x)
-    assert not runs
-    assert error(ours, torch.autograd.functional.jacobian(by_peft(model), x)) <= 1e-13
-
-
 # sparsify_
 
 
@@ -525,39 +516,6 @@ def test_functional_calls_have_the_gradients_of_their_parameters() -> None:
 
 
 SEVERAL = pytest.mark.parametrize("case", ["all", "two", "dropout", "fused", "no gate", "a hook of the gate"])
-
-
-@SEVERAL
-def test_hooks_of_saved_tensors_change_nothing(case: str) -> None:
-    model = made_of(case)
-    right = results(model, tokens())
-
-    def offloaded(x: Tensor) -> Any:
-        with torch.autograd.graph.save_on_cpu():
-            return model(x)
-
-    for run in (offloaded, partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False)):
-        found = results(model, tokens(), run)
-        assert found.keys() == right.keys()
-        assert all(torch.equal(found[name], value) for name, value in right.items())
-
-
-@SEVERAL
-def test_batches_of_gradients_and_second_ones(case: str) -> None:
-    model = made_of(case).double()
-    x = tokens(torch.float64).requires_grad_()
-    leaves = [x, *[p for p in model.parameters() if p.requires_grad]]
-    y = model(x)
-    batch = torch.randn(2, *y.shape, dtype=torch.float64)
-    found = torch.autograd.grad(y, leaves, batch, is_grads_batched=True, retain_graph=True)
-    for i, dy in enumerate(batch):
-        for each, right in zip(found, torch.autograd.grad(y, leaves, dy, retain_graph=True)):
-            assert error(each[i], right) <= 1e-13
-    # whichever leaf it is with respect to
-    first = torch.autograd.grad(y, leaves, batch[0], create_graph=True)
-    for leaf in leaves:
-        with pytest.raises(NotImplementedError, match="no second derivative"):
-            torch.autograd.grad(sum(g.sum() for g in first), leaf, retain_graph=True)
 
 
 @SEVERAL

@@ -324,12 +324,6 @@ def owner(mlp: nn.Module, name: str) -> tuple[nn.Module, str]:
     return mlp.get_submodule(prefix), leaf
 
 
-def copied(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, parameter in mlp.named_parameters():
-            parameter.copy_(state[name])
-
-
 def in_slices(mlp: nn.Module, state: dict[str, Tensor]) -> None:
     # as in loaders of tensor-parallel shards
     for name, parameter in mlp.named_parameters():
@@ -356,18 +350,6 @@ def as_replaced_parameters(mlp: nn.Module, state: dict[str, Tensor]) -> None:
         module._parameters[leaf] = nn.Parameter(state[name])
 
 
-def through_state_dict(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    for name, tensor in mlp.state_dict().items():
-        tensor.copy_(state[name])
-
-
-def assigned_by_child(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    for name, child in mlp.named_children():
-        prefix = f"{name}."
-        part = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-        child.load_state_dict(part, assign=True)
-
-
 def assigned_in_odd_layouts(mlp: nn.Module, state: dict[str, Tensor]) -> None:
     wide = {name: torch.stack((t, -t), -1)[..., 0] if t.dim() == 2 else t for name, t in state.items()}
     mlp.load_state_dict(wide, assign=True)
@@ -381,10 +363,7 @@ def swapped(mlp: nn.Module, state: dict[str, Tensor]) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-LOADERS = [
-    *(copied, in_slices, as_data, as_parameters, as_replaced_parameters, through_state_dict),
-    *(assigned_by_child, assigned_in_odd_layouts, swapped),
-]
+LOADERS = [in_slices, as_data, as_parameters, as_replaced_parameters, assigned_in_odd_layouts, swapped]
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from ranks import Run, full, in_turn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.torch_version import TorchVersion
 
 import twell
@@ -96,16 +96,16 @@ def same(model: nn.Module, expected: nn.Module) -> None:
         torch.testing.assert_close(p.detach().full_tensor(), q.detach(), msg=lambda m, n=name: f"{n}: {m}")
 
 
-def in_parts(device: torch.device, kind: str, changes: dict[str, Any], options: dict[str, Any]) -> None:
+def in_parts(device: torch.device, kind: str, changes: dict[str, Any]) -> None:
     whole = make(kind, **changes)
     model = copy.deepcopy(whole)
     mesh = init_device_mesh(device.type, (2,))
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    parallelize_module(model, mesh, tensor_parallel_plan(model, **options))
+    parallelize_module(model, mesh, tensor_parallel_plan(model))
     assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
     divided = any(p.is_shard() for p in model.get_input_embeddings().weight.placements)
     plain = "pad_token_id" not in changes and kind not in ("OPT", "Gemma2")
-    assert divided == (options.get("embeddings", True) and plain)
+    assert divided == plain
     with torch.no_grad():
         torch.testing.assert_close(model(tokens(9)).logits, whole(tokens(9)).logits)
         if kind != "OPT":
@@ -117,15 +117,14 @@ def in_parts(device: torch.device, kind: str, changes: dict[str, Any], options: 
     same(model, whole)
 
 
-CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("Llama", {"attention_bias": True, "mlp_bias": True}, {}),
-    ("Llama", {"pad_token_id": 0}, {}),
-    ("Qwen2", {"tie_word_embeddings": True}, {}),
-    ("Qwen3", {"tie_word_embeddings": True}, {"embeddings": False}),
-    ("Qwen2", {}, {}),
-    ("OPT", {}, {}),
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    ("Llama", {"pad_token_id": 0}),
+    ("Qwen3", {"tie_word_embeddings": True}),
+    ("Qwen2", {}),
+    ("OPT", {}),
     # its own embedding class scales the rows and is tied to the head
-    ("Gemma2", {"hidden_activation": "relu", "head_dim": 8}, {}),
+    ("Gemma2", {"hidden_activation": "relu", "head_dim": 8}),
 ]
 
 
@@ -147,7 +146,9 @@ def test_models_in_parts(cpu_ranks: Run) -> None:
 def with_loss_parallel(device: torch.device) -> None:
     whole = make("Llama")
     model = copy.deepcopy(whole)
-    parallelize_module(model, init_device_mesh(device.type, (2,)), tensor_parallel_plan(model, loss_parallel=True))
+    plan = tensor_parallel_plan(model)
+    plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, init_device_mesh(device.type, (2,)), plan)
     losses = []
     for each in (model, whole):
         ids = tokens(0)
@@ -173,10 +174,9 @@ def refusals(device: torch.device) -> None:
     model = make("Llama", num_key_value_heads=1)
     with pytest.raises(ValueError, match="number of heads of k_proj must be a multiple of the 2 ranks, got 1"):
         parallelize_module(model, mesh, tensor_parallel_plan(model))
-    with pytest.raises(ValueError, match=r"layers of twell.nn, which sparsify makes, got Linear"):
-        tensor_parallel_plan(nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"loss_parallel needs a divided output projection.*got Sequential"):
-        tensor_parallel_plan(nn.Sequential(twell.nn.SparseMLP(16, 32)), loss_parallel=True)
+    x = distribute_tensor(torch.zeros(8, 16, dtype=torch.bfloat16), mesh, [Replicate()])
+    with pytest.raises(NotImplementedError, match="pack: operands must be plain tensors, got DTensors"):
+        twell.pack(x, x)
     shared = nn.Sequential(twell.nn.SparseMLP(16, 32), nn.Linear(16, 16), nn.Linear(16, 16))
     shared[2].weight = shared[1].weight
     with pytest.raises(ValueError, match=r"parameters of their own.*got one shared by 1\.weight, 2\.weight"):

@@ -200,22 +200,6 @@ def on_meta(device: torch.device) -> None:
     torch.testing.assert_close(module(tokens()), whole(tokens()))
 
 
-def main_grads(device: torch.device) -> None:
-    mesh = init_device_mesh(device.type, (2,))
-    module = modules()["gated"]
-    whole = whole_of(module)
-    parallelize_module(module, mesh, SparseMLPParallel())
-    for each in (whole, module):
-        each.accumulate_main_grad = True
-        for parameter in each.parameters():
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-        for _ in range(2):
-            each(tokens()).square().sum().backward()
-    for p, q in zip(module.parameters(), whole.parameters()):
-        assert p.grad is None
-        torch.testing.assert_close(p.main_grad.full_tensor(), q.main_grad)
-
-
 def gradients(call: Callable[[Tensor], Tensor], module: nn.Module) -> list[Tensor]:
     module.zero_grad()
     x = tokens().requires_grad_()
@@ -244,8 +228,8 @@ def in_other_hands(device: torch.device) -> None:
             torch.testing.assert_close(ours, answer)
 
 
-def test_figures_refusals_meta_main_grads(cpu_ranks: Run) -> None:
-    cpu_ranks(2, in_turn, in_other_hands, figures_on_request, refusals, on_meta, main_grads)
+def test_figures_refusals_meta(cpu_ranks: Run) -> None:
+    cpu_ranks(2, in_turn, in_other_hands, figures_on_request, refusals, on_meta)
 
 
 def laid_out_again(device: torch.device) -> None:

@@ -152,6 +152,8 @@ def refusals(device: torch.device) -> None:
     plain_x = {**sharded(), "x": operands(True)["x"]}
     with pytest.raises(TypeError, match=r"sparse_gated_ffn: x must be a DTensor as w_gate is, got Tensor; .*Parallel"):
         call(plain_x)
+    with pytest.raises(NotImplementedError, match="main_grads are those of plain weights, got DTensors"):
+        call(sharded(), main_grads=[None] * 3)
     with pytest.raises(TypeError, match="w_up must be a DTensor as x is, got Tensor"):
         call({**sharded(), "w_up": operands(True)["w_up"]})
     with pytest.raises(ValueError, match=r"multiple of 8 .*got N = 24 over 2 ranks: \[12\] each"):
@@ -162,40 +164,6 @@ def refusals(device: torch.device) -> None:
     other = init_device_mesh(device.type, (2, 1))
     with pytest.raises(ValueError, match=r"b_up must be on .* as x is, got"):
         call({**sharded(), "b_up": distribute_tensor(operands(True)["b_up"], other, [Shard(0), Replicate()])})
-
-
-def main_grads(device: torch.device) -> None:
-    mesh = init_device_mesh(device.type, (2,))
-    single = operands(True)
-    weights = ("w_gate", "w_up", "w_down")
-    _, _, _, gradients = step(single)
-    for layout, x, kind in ((tensor_parallel, Shard(1), None), (replicated, Shard(1), Partial())):
-        sharded = {name: distribute_tensor(t, mesh, [layout(name, x)]) for name, t in single.items()}
-        mains = [
-            DTensor.from_local(
-                torch.ones_like(sharded[name].to_local(), dtype=torch.float32), mesh, [kind or layout(name, x)]
-            )
-            for name in weights
-        ]
-        before = [whole(main) for main in mains]
-        _, _, _, theirs = step(sharded, main_grads=mains)
-        for name, main, start in zip(weights, mains, before):
-            assert theirs[name] is None
-            torch.testing.assert_close(whole(main) - start, gradients[name].float(), atol=1e-4, rtol=1e-4)
-        with pytest.raises(TypeError, match="main_grads must be one tensor or None for each of"):
-            call(sharded, main_grads=mains[:2])
-        if kind is None:
-            wide = {name: t.detach().float().requires_grad_() for name, t in sharded.items()}
-            sharing = [DTensor.from_local(wide["w_gate"].detach().to_local(), mesh, [Shard(0)]), None, None]
-            for autocast in (False, True):
-                with (
-                    torch.autocast(device.type, torch.bfloat16, enabled=autocast),
-                    pytest.raises(ValueError, match="got main_grads for w_gate and w_gate sharing some"),
-                ):
-                    call(wide, main_grads=sharing)
-        mains[1] = DTensor.from_local(torch.zeros(NEURONS, HIDDEN), mesh, [Replicate()])
-        with pytest.raises(ValueError, match="main_grads must have for w_up a DTensor of its mesh placed"):
-            call(sharded, main_grads=mains)
 
 
 def each_gradient_alone(device: torch.device) -> None:
@@ -262,8 +230,8 @@ def still_under_way(device: torch.device) -> None:
     assert seen == [Tensor]
 
 
-def test_placements_refusals_main_grads_autocast(cpu_ranks: Run) -> None:
-    of_layers = (placements_of_results, refusals, main_grads, each_gradient_alone, under_autocast, still_under_way)
+def test_placements_refusals_autocast(cpu_ranks: Run) -> None:
+    of_layers = (placements_of_results, refusals, each_gradient_alone, under_autocast, still_under_way)
     cpu_ranks(2, in_turn, *of_layers)
 
 

@@ -231,7 +231,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
         lambda: {"entries": [[1, 0.5, 0.75], [320, 1, 1]]},
     ),
     "gemma_scope.load": (gemma_scope.load, None),
-    "gemma_scope.save": (gemma_scope.save, None),
 }  # fmt: skip
 
 

@@ -434,7 +434,7 @@ def allocate(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dty
     return _ALLOCATE(tuple(shape), strides, dtype)  # type: ignore[no-any-return]
 
 
-@nvtx.marked(lambda spec, *_: nvtx.range(spec.op, kernel=spec.symbol))
+@nvtx.marked(lambda spec, *_: nvtx.range(spec.symbol))
 def launch(spec: specs.Spec, *arguments: Any) -> None:
     """Call the kernel of ``spec`` on the current device and torch's current stream.
 

@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twell._arguments import require, require_path
-from twell._files import replacing
+from twell._arguments import require_path
 from twell.choose.site import AutoStrategy
 from twell.functional import Strategy
 from twell.nn import SparseAutoencoder
 
-__all__ = ["load", "save"]
+__all__ = ["load"]
 
 _SKIP = "affine_skip_connection"
 _NAMES = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")
@@ -63,40 +62,6 @@ def load(
     return sae.eval()
 
 
-def save(sae: SparseAutoencoder, path: str | os.PathLike[str]) -> None:
-    """Write ``sae`` as ``load`` reads it; ``.npz`` is float32, ``.safetensors`` keeps dtypes.
-
-    Activation "relu" is written with thresholds of 0, and "batchtopk" with the moving one: both are those of ``eval``
-    mode. Raises ValueError for "topk", a tied decoder or ``apply_b_dec_to_input``, which such files do not have, for
-    another ending, and for a skip product in ``.npz``.
-    """
-    require("sae", sae, SparseAutoencoder, "a twell.nn.SparseAutoencoder")
-    require_path("path", path)
-    path = Path(path)
-    if sae.activation == "topk" or sae.tied or sae.apply_b_dec_to_input:
-        got = f"activation={sae.activation!r}, tied={sae.tied}, apply_b_dec_to_input={sae.apply_b_dec_to_input}"
-        raise ValueError(f"sae must have thresholds, a decoder of its own and no b_dec on its input, got {got}")
-    tensors = {name: tensor.detach().cpu() for name, tensor in sae.state_dict().items() if name != "tokens_since_fired"}
-    level = tensors.get("threshold", torch.zeros((), device="cpu"))
-    tensors["threshold"] = level.clamp(min=0).expand(sae.d_sae)
-    if path.suffix == ".npz":
-        if "W_skip" in tensors:
-            raise ValueError("path must end with .safetensors for a skip product, got .npz")
-        import numpy
-
-        with replacing(path) as whole, open(whole, "wb") as file:
-            numpy.savez(file, **{name: tensor.float().numpy() for name, tensor in tensors.items()})
-    elif path.suffix == ".safetensors":
-        from safetensors.torch import save_file
-
-        if "W_skip" in tensors:
-            tensors[_SKIP] = tensors.pop("W_skip").t()
-        with replacing(path) as whole:
-            save_file({_lower(name): tensor.contiguous() for name, tensor in tensors.items()}, whole)
-    else:
-        raise ValueError(f"path must end with .npz or .safetensors, got {path.name}")
-
-
 def _read(path: Path) -> Mapping[str, Tensor]:
     """The tensors of a file."""
     if path.suffix == ".safetensors":
@@ -117,7 +82,3 @@ def _name_of(key: str) -> str:
     if key == _SKIP:
         return "W_skip"
     return f"W_{key[2:]}" if key.startswith("w_") else key
-
-
-def _lower(name: str) -> str:
-    return f"w_{name[2:]}" if name.startswith("W_") else name

@@ -190,9 +190,7 @@ def _asked_by(layer: Layer, activation: Activation, fast: bool) -> tuple[int, bo
     return layer.w_down.shape[0], layer.w_up is not None, False, copied, merged, one_pass
 
 
-@nvtx.marked(
-    lambda layer, compression, *_: nvtx.range("ffn", **nvtx.sizes(layer._asdict() | {"compression": compression}))
-)
+@nvtx.marked(lambda *_: nvtx.range("ffn"))
 def on_cuda(
     layer: Layer, compression: int, activation: Activation, route: Route, totals: bool, fast: bool = True
 ) -> _Totals:

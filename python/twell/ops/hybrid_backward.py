@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from twell._activation import activation_of
-from twell._runtime import nvtx, specs
+from twell._runtime import specs
 from twell._runtime.program import Program, View
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
@@ -209,7 +209,6 @@ hybrid_backward = register(
     fake=_filling(lambda *_: None),
     cpu=_filling(_cpu),
     cuda=_cuda,
-    phase=nvtx.BACKWARD,
 )
 hybrid_backward_accumulate = register(
     f"hybrid_backward_accumulate({BACKWARD}, Tensor(a!) main_gate, Tensor(b!)? main_up, Tensor(c!) main_down, "
@@ -218,5 +217,4 @@ hybrid_backward_accumulate = register(
     fake=_adding(lambda *_: None),
     cpu=_add_on_cpu,
     cuda=_add_on_cuda,
-    phase=nvtx.BACKWARD,
 )

@@ -243,11 +243,7 @@ class Forward:
             return [p.operand(*shape) for shape in self._figures[:most]]
         return [p.scratch(torch.float32, geometry.token_tiles(m), geometry.training_sums(n))]
 
-    @nvtx.marked(
-        lambda _, *layer: nvtx.range(
-            "hybrid_forward", category=nvtx.FORWARD, **nvtx.sizes({"x": layer[0], "w_gate": layer[1]})
-        )
-    )
+    @nvtx.marked(lambda *_: nvtx.range("hybrid_forward"))
     def __call__(self, *layer: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor] | None:
         """y, l1, nonzeros and kept of a layer without scales; None, with nothing launched, for tensors of another form.
 
@@ -303,5 +299,4 @@ hybrid_forward = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    phase=nvtx.FORWARD,
 )

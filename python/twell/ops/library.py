@@ -41,22 +41,20 @@ def register(
     cpu: Implementation,
     cuda: Implementation,
     instead: str = "twell.sparse_gated_ffn or twell.sparse_ffn",
-    phase: str | None = None,
 ) -> torch._ops.OpOverload:
     """Define an operator of library ``twell`` and return its overload.
 
     ``fake`` returns outputs of the right shape; ``cpu`` and ``cuda`` compute. All three take
     all arguments of the schema, and refuse an input that has a forward-mode tangent, or that requires grad while
     grad mode is on; then the error names ``instead``, the function to call. They do so themselves because an Autograd
-    kernel in Python would add half to the cost of every call (4.4 us against 2.8, torch 2.13). ``phase`` is the part of
-    a training step that profilers show the operator in, if it is always the same.
+    kernel in Python would add half to the cost of every call (4.4 us against 2.8, torch 2.13).
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     overload = getattr(torch.ops.twell, name).default
     complete = functools.partial(_complete, overload, instead)
     for device_type, implementation in (("CPU", _without_autocast(cpu)), ("CUDA", on_device(cuda))):
-        implementation = nvtx.marked(_range_of(overload, phase))(complete(implementation))
+        implementation = nvtx.marked(lambda *_: nvtx.range(name))(complete(implementation))
         _LIBRARY.impl(name, implementation, device_type)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"twell::{name}", _on_one_device(name, complete(fake)), lib=_LIBRARY)
     # what ``help`` shows: the docstring of the operator's file
@@ -126,16 +124,6 @@ def on_device(implementation: Implementation) -> Implementation:
 
 def _is_tensor(argument: Any) -> bool:
     return isinstance(argument, Tensor)
-
-
-def _range_of(overload: torch._ops.OpOverload, phase: str | None) -> Callable[..., nvtx.Context]:
-    """Return a function that makes the profiler's range of an operator from its arguments."""
-
-    def describe(*arguments: Any) -> nvtx.Context:
-        given = {argument.name: value for argument, value in zip(overload._schema.arguments, arguments)}
-        return nvtx.range(overload._opname, category=phase, **nvtx.sizes(given))
-
-    return describe
 
 
 def is_direct(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from twell import _modes, tuning
 from twell._activation import RELU, Activation, activation_of, threshold_pair
-from twell._runtime import nvtx, resolve
+from twell._runtime import resolve
 from twell._runtime.program import launch
 from twell.ops.library import ACTIVATION, check, flat, register
 
@@ -158,5 +158,4 @@ reglu_backward = register(
     cpu=_backward_cpu,
     cuda=_backward_cuda,
     instead="twell.sparse_gated_ffn",
-    phase=nvtx.BACKWARD,
 )

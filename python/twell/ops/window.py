@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twell import tuning
-from twell._runtime import geometry, nvtx
+from twell._runtime import geometry
 from twell._runtime.program import Program, View
 from twell.ops.library import WIDE_DTYPES, check, check_matrix, laid_bias, register, rows
 from twell.ops.operands import run
@@ -58,5 +58,4 @@ window = register(
     cpu=_cpu,
     cuda=_cuda,
     instead="twell.sparse_ffn",
-    phase=nvtx.FORWARD,
 )

@@ -26,10 +26,6 @@ Activation checkpointing needs ``use_reentrant=False``. Inside a graph compiled 
 fullgraph, or around compiled blocks, it needs nothing more.
 """
 
-import importlib
-import sys
-from typing import Any
-
 from twell.recipe._aux import clear_aux, l1_warmup, layers, record_aux
 from twell.recipe._l1 import l1_term
 from twell.recipe._reinitialize import reinitialize_dead, trained_layers
@@ -51,23 +47,3 @@ __all__ = [
     "reinitialize_dead",
     "trained_layers",
 ]
-
-_GONE = {
-    **dict.fromkeys(("ThresholdChoice", "choose_threshold"), "TargetThreshold finds it in training"),
-    **dict.fromkeys(("TokenTypes", "token_types"), "SparsityTracker has no types of tokens"),
-    **dict.fromkeys(("NORMALISATIONS", "Normalisation"), "l1_term sums over neurons"),
-    "POSITIONS": "SparsityTracker has no positions",
-    "StatsWriter": "SparsityTracker.read() has the figures: write row._asdict() of its layers, or let Trainer log them",
-    "convert_coefficient": "of a mean over N neurons it is the coefficient over N",
-    "settle": 'name the strategy of a compiled graph before it is compiled, by twell.nn.set_strategy(model, "union")',
-    "sharing_term": "it gained little; TargetSparsity trains to a number of non-zeros without it",
-    "strategies": "twell.explain(model) has them, with reasons",
-}
-
-
-def __getattr__(name: str) -> Any:
-    # a from-import asks by importlib, and drops what an AttributeError says
-    by_import = sys._getframe(1).f_globals.get("__name__") == importlib._bootstrap.__name__
-    instead = f"; it ended with version 0.3: {_GONE[name]}" if name in _GONE else ""
-    kind = ImportError if instead and by_import else AttributeError
-    raise kind(f"module {__name__!r} has no attribute {name!r}{instead}")

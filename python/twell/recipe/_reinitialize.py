@@ -22,9 +22,8 @@ def reinitialize_dead(
     dead: Tensor | Mapping[str, Tensor],
     fraction: float = 0.1,
     std: float = 0.02,
-    generator: torch.Generator | None = None,
     *,
-    step: int | None = None,
+    step: int,
     seed: int = 0,
 ) -> None:
     """``W <- (1 - fraction) W + fraction N(0, std^2)`` on the gate rows of dead neurons, in place, and on no others.
@@ -40,9 +39,8 @@ def reinitialize_dead(
         dead: bool [N] on the layer's device; for a model a mapping from names of layers to these, as
             ``SparsityTracker.dead`` returns. Layers that it does not name stay as they are. In a parameter that layers
             have in common, rows change that are dead in all of them.
-        generator: draws the noise, on the weights' device. All ranks must have it in the same state.
-        step: without ``generator``, the noise is a function of ``seed``, this step and the layer's index: the same on
-            all ranks, and after a resume.
+        step: the noise is a function of ``seed``, this step and the layer's index: the same on all ranks, and after a
+            resume.
 
     It does not wait for the device, so the cost is the same whether or not a neuron is dead: for each layer named a
     draw of [N, K] numbers and two passes over the weight. A DTensor (FSDP2, tensor parallel) gets the values of the
@@ -57,11 +55,10 @@ def reinitialize_dead(
     """
     require_number("fraction", fraction, 0, 1)
     require_number("std", std, 0)
+    require_integer("step", step, 0)
     require_integer("seed", seed, 0)
     if fraction == 0:
         raise ValueError("fraction must be in (0, 1], got 0")
-    if (generator is None) == (step is None):
-        raise ValueError("either generator or step must say what noise to draw, got both or neither")
     found = layers(module)
     if isinstance(dead, Tensor):
         if not isinstance(module, (SparseGatedMLP, SparseMLP)):
@@ -96,11 +93,9 @@ def reinitialize_dead(
     for key, (place, weight, mask) in drawn.items():
         if key in kept:
             continue
-        source = generator
-        if source is None:
-            # neighbouring steps and layers must not share seeds
-            number = random.Random(f"{seed} {step} {place}").getrandbits(62)
-            source = torch.Generator(weight.device).manual_seed(number)
+        # neighbouring steps and layers must not share seeds
+        number = random.Random(f"{seed} {step} {place}").getrandbits(62)
+        source = torch.Generator(weight.device).manual_seed(number)
         _reinitialize(weight, key[1], mask, fraction, std, source)
 
 

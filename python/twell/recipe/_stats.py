@@ -9,9 +9,7 @@ class LayerStats(NamedTuple):
 
     layer: its qualified name. neurons: N. l0, l1: means over all calls since the last read, per token, as ``Aux``.
 
-    The others are of the last complete window. tokens, calls: how many were observed. dead: neurons that fired for none
-    of these tokens. observed_l0: mean non-zeros per token. union: mean share of the neurons that 128 consecutive tokens
-    fire.
+    tokens, dead: how many were observed in the last complete window, and the neurons that fired for none of these.
 
     strategy: of most training calls so far; ``twell.explain`` gives the reasons.
     """
@@ -21,10 +19,7 @@ class LayerStats(NamedTuple):
     l0: float | None
     l1: float | None
     tokens: int
-    calls: int
     dead: int | None
-    observed_l0: float | None
-    union: float | None
     strategy: str
 
 

@@ -15,7 +15,7 @@ from twell._compaction import MLP
 from twell._runtime.log import logger
 from twell.recipe import _inputs
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
-from twell.recipe._l1 import read_aux, require_mask
+from twell.recipe._l1 import read_aux
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -25,6 +25,10 @@ from twell.recipe._l1 import read_aux, require_mask
 _TRAVEL = 12.0
 # It moves at its full rate from an error of 1 / _SHARPNESS on.
 _SHARPNESS = 3.0
+# The L1 term of the first step and the largest one, in nats, and in how many stages the goal falls over which share of
+# the steps.
+_BEGIN_TERM, _MOST_TERM = 0.01, 3.0
+_STAGES, _REACH = 4, 0.6
 # The fast part per unit of error, and the largest error that it follows.
 _DAMPING = 3.0
 _MOST_ERROR = 1.0
@@ -39,8 +43,9 @@ _GATES = 2048
 # has been held at its most. Before there is a usable reading, the logarithms are NaN.
 _, _BEGIN, _FIRST, _LAST, _FIRED, _NOW, _HELD = range(7)
 
-# With a threshold, L1 is steered to this many times the target, by this share of the way.
-_OPEN, _EARLIER = 2.0, 0.8
+# With a threshold, L1 is steered to this many times the target, and the goals of both fall over these shares of the
+# steps.
+_OPEN, _REACH_OF_GATES, _REACH_OF_THRESHOLD = 2.0, 0.4, 0.5
 # The first threshold, over the mean gate above 0. Its logarithm moves by this per step and unit of error, and faster in
 # runs of less than 160 steps, so that it gets as far as the way asks.
 _START, _RATE, _FASTEST = 0.1, 0.15, 0.5
@@ -61,26 +66,23 @@ class TargetSparsity:
             target.update()
 
     Coefficients do not transfer between models, lengths of training and activations; a number of non-zeros does. The
-    goal falls from the first non-zeros measured to ``nnz`` in ``stages``, by equal factors, over the first ``reach`` of
-    the steps. Each stage moves the goal along a sine in its first half and holds it in its second, in which the model
+    goal falls from the first non-zeros measured to ``nnz`` in four stages, by equal factors, over three fifths of the
+    steps. Each stage moves the goal along a sine in its first half and holds it in its second, in which the model
     recovers. After every step the logarithm of the coefficient moves by the measured error, log(non-zeros / goal);
-    towards the end of the run it moves less and less, as the learning rate does.
+    towards the end of the run it moves less and less, as the learning rate does. The first term is of 0.01 nats. At 3
+    nats the coefficient stops rising: a term far above the rest of the loss presses no harder, since optimizers scale
+    their steps. Where that happens the learning rate is too small for the target, or the steps are too few; ``read``
+    warns once.
 
     Everything is computed on the device of the model: no step waits. All ranks must call ``term`` and ``update``
     equally often, whichever layers a rank skips and whichever experts it has tokens for; they share figures and
     coefficients. Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no
     more, are ignored: a step of nothing else leaves the coefficient and the figures as they are. Padding counts as
-    tokens unless ``term`` gets the ``attention_mask``.
+    tokens.
 
     Args:
         nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
         steps: of the whole run, whose learning rate falls to its end.
-        stages: how many.
-        reach: the share of the steps after which the goal is the target.
-        begin: the L1 term in the first step, in nats: the first coefficient is this over the measured L1.
-        most: the L1 term, in nats, at which the coefficient stops rising. A term far above the rest of the loss presses
-            no harder, since optimizers scale their steps: learning rates that reach it are too small for the target, or
-            the steps too few, of which ``read`` warns once.
         of: "hidden", the L1 of ``l1_term``, or "gate", L1 and non-zeros of the gate after ReLU, whatever FATReLU's
             threshold, of up to 2,048 tokens per call, which needs ``record_aux(model, inputs=True)``. Layers with
             "relu2" and "drelu" need "gate": L1 of their hidden state makes gates small without silencing them, or
@@ -93,23 +95,13 @@ class TargetSparsity:
         nnz: float,
         steps: int,
         *,
-        stages: int = 4,
-        reach: float = 0.6,
-        begin: float = 0.01,
-        most: float = 3.0,
         of: Literal["hidden", "gate"] = "hidden",
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("nnz", nnz), ("begin", begin), ("most", most)):
-            require_positive(name, value)
-        require_positive("reach", reach, 1)
-        if most < begin:
-            raise ValueError(f"most must be at least begin, {begin}, got {most}")
+        require_positive("nnz", nnz)
         require_choice("of", of, ("hidden", "gate"))
         require_integer("steps", steps, 1)
-        require_integer("stages", stages, 1)
-        self.nnz, self.steps, self.stages, self.reach = float(nnz), steps, stages, float(reach)
-        self.begin, self.most = float(begin), float(most)
+        self.nnz, self.steps, self.reach = float(nnz), steps, _REACH
         self.of, self.group = of, group
         self.step = 0
         self._state: Tensor | None = None
@@ -117,35 +109,25 @@ class TargetSparsity:
         self._sum: Tensor | None = None
         self._warned = False
 
-    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
-        """The coefficient times L1, with the arguments and errors of ``l1_term``; reading clears the record.
-
-        Of tokens that ``attention_mask`` leaves out neither L1 nor non-zeros count.
-        """
+    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
+        """The coefficient times L1, with the arguments and errors of ``l1_term``; reading clears the record."""
         if self._state is None:
             _require_below_neurons(self.nnz, model)
             if self.of == "hidden":
                 _require_own_l1(model)
-        return self.weighed(model, several, attention_mask, "TargetSparsity.term")
+        return self.weighed(model, several, "TargetSparsity.term")
 
-    def weighed(self, model: nn.Module, several: bool, mask: Tensor | None, caller: str) -> Tensor:
+    def weighed(self, model: nn.Module, several: bool, caller: str) -> Tensor:
         """``term`` for any target; errors name ``caller``."""
-        require_mask(mask)
-        of_gate = self.of == "gate"
-        calls = [call for _, call in read_aux(model, several, caller, None if of_gate else mask)]
+        calls = [call for _, call in read_aux(model, several, caller)]
         # experts without tokens fire nothing, and say nothing of the others
         fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
-        if not of_gate:
+        if self.of == "hidden":
             counts = fired
             l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
-            inputs = _inputs.read_inputs(model, mask)
-            gates = [_inputs.gates(each, _GATES) for each in inputs]
-            idle = [each.numel() == 0 for each in gates]
-            counted = with_tokens(gates, idle)
-            if mask is not None:
-                # the layers' own counts have padding in them
-                fired = [_l1(_inputs.fires(*each).float()) for each in zip(with_tokens(inputs, idle), counted)]
+            gates = [_inputs.gates(each, _GATES) for each in _inputs.read_inputs(model)]
+            counted = with_tokens(gates, [each.numel() == 0 for each in gates])
             counts = [_l1((each.detach() > 0).float()) for each in counted]
             l1 = mean_over_layers(model, list(map(_l1, gates)))
         with torch.no_grad():
@@ -173,7 +155,7 @@ class TargetSparsity:
         last, fired = means[:2].clamp(min=1e-3).log()
         l1 = means[2].log()
         # the first terms may have been unusable
-        begin, slow = (torch.where(each.isnan(), math.log(self.begin) - l1, each) for each in (begin, slow))
+        begin, slow = (torch.where(each.isnan(), math.log(_BEGIN_TERM) - l1, each) for each in (begin, slow))
         first = torch.where(first.isnan(), last, first)
         top = first.clamp(min=math.log(self.nnz))
         goal = top + self.progress(self.step) * (math.log(self.nnz) - top)
@@ -181,7 +163,7 @@ class TargetSparsity:
         moved = slow + self._rate() * (error * _SHARPNESS).clamp(-1, 1)
         moved = torch.maximum(moved, begin + math.log(_LEAST))
         # where the term is at its most, the slow part does not sum what has no effect
-        most = math.log(self.most) - l1
+        most = math.log(_MOST_TERM) - l1
         full = moved + _DAMPING * error > most
         slow = torch.where(full, torch.minimum(moved, slow), moved)
         now = torch.minimum(slow + _DAMPING * error, most).exp()
@@ -193,13 +175,13 @@ class TargetSparsity:
 
     def progress(self, step: int) -> float:
         """How far the goal is in ``step``, from 0, the first non-zeros, to 1, the target, in logarithms."""
-        stage, within = divmod(min(1.0, step / (self.reach * self.steps)) * self.stages, 1)
-        return min(1.0, (stage + math.sin(math.pi / 2 * min(1.0, 2 * within)) ** 2) / self.stages)
+        stage, within = divmod(min(1.0, step / (self.reach * self.steps)) * _STAGES, 1)
+        return min(1.0, (stage + math.sin(math.pi / 2 * min(1.0, 2 * within)) ** 2) / _STAGES)
 
     def read(self, *, warn: bool = True) -> dict[str, float]:
         """The coefficient now and the non-zeros of the last step; NaN before there are any. Waits for the device.
 
-        Warns once if the term has come to ``most``, unless ``warn`` is false.
+        Warns once if the term has come to its most, unless ``warn`` is false.
         """
         if self._state is None:
             return {"coefficient": math.nan, "non_zeros": math.nan}
@@ -210,12 +192,12 @@ class TargetSparsity:
                 "the L1 term has come to %g nats, and its coefficient rises no further: the learning rate is too small "
                 "for this target, or the steps too few, and non-zeros may stay above it; a larger learning rate or "
                 "more steps help",
-                self.most,
+                _MOST_TERM,
             )
         return {"coefficient": values[_NOW], "non_zeros": math.exp(values[_LAST])}
 
     def held(self) -> bool:
-        """Whether the term has come to ``most``: the learning rate is too small, or the steps too few. Waits."""
+        """Whether the term has come to its most: the learning rate is too small, or the steps too few. Waits."""
         return self._state is not None and bool(self._state[_HELD])
 
     def state_dict(self) -> dict[str, Any]:
@@ -240,7 +222,7 @@ class TargetSparsity:
     def _on(self, l1: Tensor) -> Tensor:
         """The state on the device of ``l1``, made of it if this is the first step."""
         if self._state is None:
-            begin = (self.begin / mean_over_ranks(l1.detach().double(), self.group)).log()
+            begin = (_BEGIN_TERM / mean_over_ranks(l1.detach().double(), self.group)).log()
             nothing = torch.full_like(begin, math.nan)
             begin = torch.where(begin.isfinite(), begin, nothing)
             now = begin.exp().nan_to_num(0)
@@ -306,7 +288,7 @@ class TargetThreshold:
     L1 of the gate, a ``TargetSparsity``, leaves twice the target's gates above 0, and the threshold silences the
     smaller half of them. After each step the logarithm of the threshold moves by the measured error,
     log(non-zeros / goal), where the goal falls from the first non-zeros measured to ``nnz`` by equal factors over the
-    first ``reach`` of the steps. The model learns with the threshold, so that it loses less than by a threshold chosen
+    first half of the steps. The model learns with the threshold, so that it loses less than by a threshold chosen
     at the end.
 
     The layers must have "relu" or "fatrelu", and get "fatrelu" and a threshold that is a tensor: no step waits for the
@@ -323,8 +305,7 @@ class TargetThreshold:
         model: on its device, not compiled yet.
         nnz: the target, the mean over layers of ``Aux.l0``, below the mean of their neurons.
         steps: of the whole run, whose learning rate falls to its end.
-        reach: the share of the steps after which the goal is the target.
-        most, group: as in ``TargetSparsity``.
+        group: as in ``TargetSparsity``.
 
     Raises ValueError for layers with another activation, with different thresholds or with one that moves already, as
     by another ``TargetThreshold`` before its ``settle``, and for another target.
@@ -336,14 +317,12 @@ class TargetThreshold:
         nnz: float,
         steps: int,
         *,
-        reach: float = 0.5,
-        most: float = 3.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         require_positive("nnz", nnz)
-        require_positive("reach", reach, 1)
-        self.gates = TargetSparsity(_OPEN * nnz, steps, reach=_EARLIER * reach, most=most, of="gate", group=group)
-        self.nnz, self.reach = float(nnz), float(reach)
+        self.gates = TargetSparsity(_OPEN * nnz, steps, of="gate", group=group)
+        self.gates.reach = _REACH_OF_GATES
+        self.nnz = float(nnz)
         self._model, self._layers = model, list(require_relu(model).values())
         _require_below_neurons(self.nnz, model)
         self._begin = _common_threshold(self._layers)
@@ -356,14 +335,14 @@ class TargetThreshold:
             layer.threshold, layer.activation = 0, "fatrelu"
             layer.threshold = self._levels[layer.down_proj.weight.device]
 
-    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
+    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
         """The coefficient times L1 of the gate, as ``TargetSparsity.term``; reading clears the record.
 
         RuntimeError if the layers of ``model`` are others than those that it gave its threshold, or have lost it.
         """
         self._require_own("term", layers(model).values())
         # twice the target may be more than all neurons
-        return self.gates.weighed(model, several, attention_mask, "TargetThreshold.term")
+        return self.gates.weighed(model, several, "TargetThreshold.term")
 
     @torch.no_grad()
     def update(self) -> None:
@@ -372,7 +351,7 @@ class TargetThreshold:
         gates, step = self.gates._state, self.gates.step
         assert gates is not None
         # the mean of the gates above 0: their L1 by their number
-        mean = math.log(self.gates.begin) - gates[_BEGIN] - gates[_FIRST]
+        mean = math.log(_BEGIN_TERM) - gates[_BEGIN] - gates[_FIRST]
         begin = mean + math.log(_START)
         least = begin + math.log(_LEAST)
         if self._begin:
@@ -384,9 +363,10 @@ class TargetThreshold:
             before = self._state.to(state.device)
             state = torch.where(before.isnan(), state, before)
         level, least, first = state
-        passed = min(1.0, step / (self.reach * self.gates.steps))
+        way = _REACH_OF_THRESHOLD * self.gates.steps
+        passed = min(1.0, step / way)
         error = gates[_FIRED] - (first + passed * (math.log(self.nnz) - first))
-        rate = min(_FASTEST, max(_RATE, _TRAVEL / (self.reach * self.gates.steps)))
+        rate = min(_FASTEST, max(_RATE, _TRAVEL / way))
         moved = level + rate * error.clamp(-_MOST_ERROR, _MOST_ERROR)
         moved = torch.maximum(moved, least)
         self._state = torch.stack([torch.where(usable, moved, level), least, first])

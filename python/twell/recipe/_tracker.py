@@ -1,26 +1,20 @@
 """``SparsityTracker``: sparsity of each layer and its dead neurons, without a wait in the step."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _admission, _compaction, functional
-from twell._activation import activation_of
+from twell import _compaction
 from twell._arguments import require_integer
-from twell._runtime import geometry
 from twell._runtime.log import warn_once
 from twell.nn import explain
 from twell.recipe import _aux
 from twell.recipe._stats import LayerStats, SparsityStats, ratio
-
-# Of a layer after its firings by neuron: tokens, calls, non-zeros, neurons in the unions of tiles of 128 tokens, tiles.
-_TOTALS = 5
 
 
 class SparsityTracker:
@@ -36,11 +30,11 @@ class SparsityTracker:
             if step % 10 == 0:
                 stats = tracker.read()
 
-    L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons and
-    unions come from observed steps: the first step watched and the multiples of ``every``. They compute each layer's
-    gate once more, in chunks: a gate GEMM and two passes over its [tokens, N] result. A projection that is
-    more than its weight, as an adapter is, is called for that, and its dropout draws another mask. The counts of
-    ``window`` observed steps make a window, and figures are those of the last complete window. Padding counts.
+    L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons come
+    from observed steps: the first step watched and the multiples of ``every``. They compute each layer's gate once
+    more, as ``twell.count_firing`` does. A projection that is more than its weight, as an adapter is, is called for
+    that, and its dropout draws another mask. The counts of ``window`` observed steps make a window, and figures are
+    those of the last complete window. Padding counts.
 
     Only ``read`` waits for the device. Only calls in training mode count, without the recomputation of activation
     checkpointing. Make the tracker after pre-hooks that change the inputs of layers, on original modules, before
@@ -211,8 +205,8 @@ class SparsityTracker:
             if counts is None:
                 masks[name] = torch.zeros(self._neurons[name], dtype=torch.bool, device=weight.device)
             else:
-                firings, totals = counts
-                masks[name] = ((firings == 0) & (totals[0] > 0)).to(weight.device, non_blocking=True)
+                firings, tokens = counts
+                masks[name] = ((firings == 0) & (tokens > 0)).to(weight.device, non_blocking=True)
         self._dead = masks
         return dict(masks)
 
@@ -231,7 +225,8 @@ class SparsityTracker:
         if self._neurons != theirs:
             raise ValueError(f"state must be of layers with these neurons: {self._neurons}, got {theirs}")
         # those of version 0.3 have more counts; a new window takes their place
-        closed = state["closed"] if self._neurons == state["layouts"] else None
+        closed, count = state["closed"], sum(self._neurons.values()) + len(self._neurons)
+        closed = closed if closed is not None and len(closed) == count else None
         self._closed = None if closed is None else closed.to(self._device())
         self._reduced, self._fresh, self._dead = closed is not None, closed is None, None
         self._open.clear()
@@ -251,7 +246,7 @@ class SparsityTracker:
                 flats = [
                     self._open[name].to(device)
                     if name in self._open
-                    else torch.zeros(neurons + _TOTALS, dtype=torch.int64, device=device)
+                    else torch.zeros(neurons + 1, dtype=torch.int64, device=device)
                     for name, neurons in self._neurons.items()
                 ]
                 self._closed, self._reduced, self._dead = torch.cat(flats), False, None
@@ -269,42 +264,30 @@ class SparsityTracker:
     def _counts(self, closed: Tensor | None) -> dict[str, tuple[Tensor, ...] | None]:
         if closed is None:
             return dict.fromkeys(self._neurons)
-        parts = torch.split(closed, [size for neurons in self._neurons.values() for size in (neurons, _TOTALS)])
+        parts = torch.split(closed, [size for neurons in self._neurons.values() for size in (neurons, 1)])
         return dict(zip(self._neurons, zip(parts[::2], parts[1::2])))
 
     def _row(self, name: str, l0: float | None, l1: float | None, counts: tuple[Tensor, ...] | None) -> LayerStats:
         neurons, strategy = self._neurons[name], strategy_of(self._layers[name])
         if counts is None:
-            return LayerStats(name, neurons, l0, l1, 0, 0, None, None, None, strategy)
-        firings, totals = counts
-        tokens, calls, nonzeros, union, tiles = totals.tolist()
-        return LayerStats(
-            name,
-            neurons,
-            l0,
-            l1,
-            tokens,
-            calls,
-            int((firings == 0).sum()) if tokens else None,
-            ratio(nonzeros, tokens),
-            ratio(union, tiles * neurons),
-            strategy,
-        )
+            return LayerStats(name, neurons, l0, l1, 0, None, strategy)
+        firings, tokens = counts
+        dead = int((firings == 0).sum()) if tokens else None
+        return LayerStats(name, neurons, l0, l1, int(tokens), dead, strategy)
 
     def _observe(self, name: str, x: Tensor) -> None:
         """Count one call of a layer on x [..., K]."""
         layer, neurons = self._layers[name], self._neurons[name]
+        if layer.intermediate != neurons:
+            raise ValueError(
+                f"a tracked layer must keep its {neurons} neurons, got {layer.intermediate}: make a new tracker"
+            )
         # the counts outlive an inference mode in which x may have been made
         with torch.inference_mode(False), torch.no_grad():
             x = _aux.whole(x)
             if name not in self._open:
-                self._open[name] = torch.zeros(neurons + _TOTALS, dtype=torch.int64, device=x.device)
-            firings, totals = torch.split(self._open[name], [neurons, _TOTALS])
-            tokens = x.shape[:-1].numel()
-            per_token = x.new_zeros(tokens, dtype=torch.int64)
-            union, tiles = _count(layer, x, firings, per_token)
-            one = per_token.new_ones(())
-            totals += torch.stack([one * tokens, one, per_token.sum(), union, one * tiles])
+                self._open[name] = torch.zeros(neurons + 1, dtype=torch.int64, device=x.device)
+            _compaction.count_call(layer, x, self._open[name])
 
 
 def strategy_of(layer: Any, kind: str = "training") -> str:
@@ -313,44 +296,3 @@ def strategy_of(layer: Any, kind: str = "training") -> str:
     own = [row for row in rows if row.kind == kind] or list(rows)
     # a graph does not count its calls, and a compiled model runs little else
     return max(own, key=lambda row: (bool(row.graph), row.calls)).strategy
-
-
-def _count(layer: Any, x: Tensor, firings: Tensor, per_token: Tensor) -> tuple[Tensor, int]:
-    """Add the non-zeros of the gate of x [..., K] to ``firings`` [N] and ``per_token`` [M].
-
-    Returns the sizes of the unions (the neurons that a tile of 128 tokens fires), summed over whole tiles, and the
-    number of these tiles.
-    """
-    n = len(firings)
-    if layer.intermediate != n:
-        raise ValueError(f"a tracked layer must keep its {n} neurons, got {layer.intermediate}: make a new tracker")
-    gate = _gate_of(layer, x)
-    tokens, tile = x.reshape(-1, x.shape[-1]), geometry.TOKEN_TILE
-    step = max(tile, _compaction.CHUNK_GATES // n // tile * tile)
-    union, tiles = firings.new_zeros(()), 0
-    for start in range(0, tokens.shape[0], step):
-        chunk = tokens[start : start + step]
-        values = gate(chunk)
-        # NaN fires, as in Aux
-        fires = ~(values <= activation_of("fatrelu", layer.threshold).level(values.dtype))
-        firings += fires.sum(0)
-        per_token[start : start + step] = fires.sum(1)
-        whole = chunk.shape[0] // tile
-        union = union + fires[: whole * tile].view(whole, tile, n).any(1).sum()
-        tiles += whole
-    return union, tiles
-
-
-def _gate_of(layer: Any, x: Tensor) -> Callable[[Tensor], Tensor]:
-    """A function from rows of x to the layer's gate [M, N], before or after ReLU, computed as the layer does."""
-    if not layer._is_plain():
-        # an adapter, say
-        return lambda rows: _compaction.gate_by_call(layer, rows)
-    projection: Any = _compaction.gate_of(layer)
-    weight = _aux.whole(projection.weight).to(x.dtype)
-    bias = None if projection.bias is None else _aux.whole(projection.bias).to(x.dtype)
-    operands = _admission.admit("SparsityTracker", x=x, w_gate=weight, b_gate=bias)
-    dtype, weight, bias = operands["x"].dtype, operands["w_gate"], operands.get("b_gate")
-    if _compaction._packs(layer, operands["x"]):
-        return lambda rows: functional.pack(rows.to(dtype), weight, bias, compression=layer.compression).unpack()
-    return lambda rows: F.linear(rows.to(dtype), weight, bias)
