@@ -144,7 +144,7 @@ class TokenCluster(TokenList, TokenPieces):
         self.pitch = self.columns + (4 * 16 if spec.dtype == E4M3 else 0)
         self.words = max(self.lists, self.groups * self.pitch)
         # pieces are multiples of it
-        self.turn = spec.turn
+        self.turn = self.groups * self.rows
 
     @cute.jit
     def thread_index(self, k: Int32, rank):
