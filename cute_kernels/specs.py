@@ -165,6 +165,8 @@ class _Kernel(Spec):
     dtype: str = choice(lambda spec: tuple(spec.dtypes))
     # names of the dtypes that ``dtype`` may be, by those in symbols
     dtypes: ClassVar[dict[str, str]] = DTYPES
+    # whether e4m3 weights have a kernel in a file of their own
+    e4m3_file: ClassVar[bool] = True
 
     @property
     def symbol(self) -> str:
@@ -172,7 +174,7 @@ class _Kernel(Spec):
 
     @property
     def module(self) -> str:
-        return f"{self.op}_e4m3" if self.dtype == E4M3 else self.op
+        return f"{self.op}_e4m3" if self.dtype == E4M3 and self.e4m3_file else self.op
 
 
 @dataclass(frozen=True)
@@ -276,10 +278,7 @@ class DecodeSpec(_HopperKernel):
 
 @dataclass(frozen=True)
 class QuantizeGateSpec(_Kernel):
-    """``rows -> q, scale, spread, offset``: int8 rows of x or w_gate for the screen of the gate.
-
-    For hidden sizes up to ``k_max``, one of ``QUANTIZE_K_CLASSES``.
-    """
+    """``rows -> q, scale, spread, offset``: int8 rows of x or w_gate of up to ``k_max`` columns, for the screen."""
 
     k_max: int = choice(QUANTIZE_K_CLASSES, "_k{}")
 
@@ -400,7 +399,7 @@ class SampledUpSpec(_FamilyKernel):
     tensors of their own.
     """
 
-    dtypes = WEIGHTS
+    dtypes, e4m3_file = WEIGHTS, False
     training: bool = choice(lambda spec: (False,) if spec.dtype == E4M3 else (False, True), {True: "_training"})
 
 
@@ -442,7 +441,7 @@ class ExpertPairsSpec(_Kernel):
 class ExpertPackSpec(_HopperKernel):
     """``rows of x, w_up of experts, units -> words, spill``: the gate GEMM of experts by units of ``tokens`` pairs."""
 
-    dtypes = WEIGHTS
+    dtypes, e4m3_file = WEIGHTS, False
     tokens: int = choice(EXPERT_TOKENS, "_m{}")
 
 
@@ -454,6 +453,8 @@ class ExpertUnionSpec(_Kernel):
 @dataclass(frozen=True)
 class ExpertGatheredSpec(ExpertPackSpec):
     """``compact hidden states, neurons, w_down of experts, units -> z``: the down product of each pair."""
+
+    e4m3_file = True
 
 
 @dataclass(frozen=True)

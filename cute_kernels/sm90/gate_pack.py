@@ -145,8 +145,9 @@ class GatePack:
     @cute.jit
     def __call__(self, *arguments: Any):
         """x, w, the `Operands`, the number of clusters and the stream."""
-        x, w, *given, max_clusters, stream = arguments
-        self.launch(x, w, Operands(*given), max_clusters, stream)
+        x, w, others, scales = operands.factors(arguments)
+        *given, max_clusters, stream = others
+        self.launch(x, w, Operands(*[*given, scales]), max_clusters, stream)
 
     @cute.jit
     def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, max_clusters: Int32, stream: cuda.CUstream):
