@@ -40,15 +40,7 @@ from ..common.activation import above, level_of
 from ..common.copies import address, load_values, store_values
 from ..common.rows import clear_arrivals
 from ..common.swizzle import swizzle_piece
-from ..common.values import (
-    byte_sum,
-    bytes_before,
-    join_bytes,
-    lowest_bit,
-    nonzero_bytes,
-    relu_pack,
-    widen,
-)
+from ..common.values import byte_sum, bytes_before, join_bytes, lowest_bit, nonzero_bytes, relu_pack, widen
 from ..specs import GatePackSpec
 from .copies import Transfer, partition, staged, tma_load
 from .mma import accumulate, store_matrices_transposed
