@@ -4,11 +4,11 @@ products of x, the weights and dy. Nothing was stored, so gate and up are comput
 The kernel returns at once unless the last of `sizes` exceeds `capacity`. It takes slices of as many tokens as the
 scratch `parts` [P, tokens, N] has, each in two phases. A phase begins when the one before has ended everywhere.
 
-    score       parts = h                        and sums of |h|     forward
-                parts = d_gate, d_up, h          and sums of d_gate and d_up over 64 tokens each     backward
+    score       parts = h, and sums of |h|       forward
+                parts = d_gate, d_up, h          backward
     products    y = h w_down + b_down                                forward
                 dx = d_gate w_gate + d_up w_up                       backward, and
-                dw_gate = d_gate^T x,  dw_up = d_up^T x,  dw_down = h^T dy,  and db_gate, db_up from the sums
+                dw_gate = d_gate^T x,  dw_up = d_up^T x,  dw_down = h^T dy,  db_gate = d_gate^T 1,  db_up = d_up^T 1
 
     h = gate * up, gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
     d_gate = dh * up, d_up = dh * gate; all are rounded, and zero where the gate is. An empty operand stands for none.
@@ -18,8 +18,8 @@ part for d_up. Sums of |h| are those of 64 tokens and 128 neurons, in a row for 
 activation may be given, [M, N]. Then d_gate is in no product, but a result if it is not empty.
 
 Persistent, one CTA per SM. Every product is one of tiles of 128 rows and 256 columns, with the main loop of
-sm80/product.py, and a ring of its own. The score of a tile is two or three in turn. Its gates, and in backward the fp32
-up, which do not fit in registers beside the next sums, wait in the tile's own place in the parts.
+sm80/product.py, and a ring of its own. The score of a tile is two or three in turn. Its gates, and in backward up, do
+not fit in registers beside the next sums: they wait in the tile's own place in the parts.
 
 Who computes waits for all others, so all must run at the same time. A launch alone does not promise that: other kernels
 may hold multiprocessors. So CTAs enlist when they begin. The first one closes the list, and who comes later returns.
@@ -39,27 +39,10 @@ from .common.copies import address, aligned, load_pairs, store_pairs
 from .common.mma import clear
 from .common.sums import add_flushed, flush_sums
 from .common.values import MAGNITUDE, high_to_float, join_halves, low_to_float, pack, relu_pack, relu_pair, warp_sum
-from .sm80.product import (
-    PASS,
-    PIECE,
-    PIECES,
-    STAGES,
-    THREADS,
-    TILE_K,
-    TILE_N,
-    WARPS_M,
-    WARPS_N,
-    Product,
-    lines_at_a_time,
-    thread_index,
-    tile_of,
-)
+from .sm80.product import STAGES, THREADS, TILE_K, TILE_N, WARPS_M, WARPS_N, Dense, thread_index
 from .specs import OverflowSpec
 
 TILE_M = 128
-# rows of tiles in a band, see `tile_of`
-BAND = 8
-BYTES = 2
 # the sums of |h| of a tile, and the warps beside each other that have one's neurons
 TILE_SUMS = TILE_N // geometry.OVERFLOW_NEURONS
 SUM_WARPS = WARPS_N // TILE_SUMS
@@ -100,7 +83,7 @@ class Operands(NamedTuple):
     sum_down: Any
     accumulate: Any  # whether gradients of weights are added to sums there, and not rounded
     magnitudes: Any  # sums of |h| by tile and group
-    sums: Any  # of gradients [ceil(M / 64), 2 N]
+    sums: Any  # of both gradients over earlier tokens [1, 2 N]
     db_gate: Any
     db_up: Any
     flushed: Any  # partial sums of many terms
@@ -134,70 +117,13 @@ class Shared(NamedTuple):
     totals: Any  # [warps]
 
 
-class Source(NamedTuple):
-    """What a thread copies of an operand: address and pitch in bytes, and what there is from its first piece on."""
-
-    first: Any
-    pitch: Any
-    rows: Any
-    columns: Any
-
-
-class Dense(Product):
-    """Products of one dtype. An operand is K-major, or stored as lines of the sum's index."""
-
-    def __init__(self, dtype: Any, a_k_major: bool, b_k_major: bool):
-        self.dtype, self.a_k_major, self.b_k_major = dtype, a_k_major, b_k_major
-        self.set_rows(TILE_M)
-
-    @cute.jit
-    def add(self, ring, acc, a: cute.Tensor, b: cute.Tensor, row: Int32, column: Int32, start: Int32, steps: Int32):
-        """Add the products of so many `steps`, from term `start` on, to the sums of the tile at `row` and `column`."""
-        at = thread_index()
-        f = self.fragments(ring, at)._replace(acc=acc)
-        place = (
-            self.source(a, row, start, TILE_M, self.a_k_major, at.thread),
-            self.source(b, column, start, TILE_N, self.b_k_major, at.thread),
-        )
-        self.begin(None, ring, f, place, Int32(0), at)
-        self.multiply_steps(None, ring, f, place, steps, Int32(0), at)
-        # before anything else is copied to the ring
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def source(
-        self, matrix, first: Int32, start: Int32, width: cutlass.Constexpr, k_major: cutlass.Constexpr, thread: Int32
-    ) -> Any:
-        """The source of an operand whose rows, or columns of lines, are `width` from `first` on in the tile."""
-        pieces = PIECES if const_expr(k_major) else width // PIECE
-        own, piece = thread // pieces, thread % pieces * PIECE
-        row, column = (first + own, start + piece) if const_expr(k_major) else (start + own, first + piece)
-        pitch = Int64(matrix.stride[0]) * BYTES
-        return Source(address(matrix, row, column).toint(), pitch, matrix.shape[0] - row, matrix.shape[1] - column)
-
-    @cute.jit
-    def load_piece(self, o, ring, place, step: Int32, stage: Int32, index: cutlass.Constexpr, thread: Int32):
-        from_a = index < TILE_M // PASS
-        source = place[0] if const_expr(from_a) else place[1]
-        own = index if const_expr(from_a) else index - TILE_M // PASS
-        if const_expr(self.a_k_major if from_a else self.b_k_major):
-            where = source.first + Int64(step) * (TILE_K * BYTES) + source.pitch * Int64(own * PASS)
-            exists = (step * TILE_K < source.columns) & (own * PASS < source.rows)
-            self.copy_piece(ring, where, stage, index, exists, thread)
-        else:
-            line = step * TILE_K + own * lines_at_a_time(TILE_M if const_expr(from_a) else TILE_N)
-            exists = (line < source.rows) & (source.columns > 0)
-            self.copy_line_piece(ring, source.first + source.pitch * Int64(line), stage, from_a, own, exists, thread)
-
-
 class Overflow:
     """The kernel."""
 
     def __init__(self, spec: OverflowSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.score = Dense(self.dtype, True, True)
-        self.by_token, self.by_neuron = Dense(self.dtype, True, False), Dense(self.dtype, False, False)
+        self.score = Dense(self.dtype, TILE_M, True, True)
+        self.by_token, self.by_neuron = (Dense(self.dtype, TILE_M, k_major, False) for k_major in (True, False))
         self.m_frags, self.n_frags = self.score.m_frags, self.score.n_frags
         # steps before sums are flushed
         self.longest = geometry.LONGEST_SUM[spec.dtype] // TILE_K
@@ -239,10 +165,9 @@ class Overflow:
                 met = self.meet(o, s, met)
                 index = self.multiply(o, s, here, True, s.team[0])
                 self.multiply(o, s, here, False, index)
+                self.add_biases(o, s, here)
                 met = self.meet(o, s, met)
                 first += here.count
-            if s.team[0] < s.team[1]:
-                self.add_biases(o, s)
 
     # ---- the CTAs ----
 
@@ -287,8 +212,7 @@ class Overflow:
         last = 2 if o.backward else 1
         acc = cute.make_rmem_tensor((4, self.n_frags, self.m_frags), Float32)
         while tile < m_tiles * n_tiles:
-            row, column = tile_of(tile, m_tiles, n_tiles, BAND)
-            row, column = row * TILE_M, column * TILE_N
+            row, column = tile // n_tiles * TILE_M, tile % n_tiles * TILE_N
             for product in cutlass.range(last + 1, unroll=1):
                 clear(acc)
                 if (product > 0) | (o.gate.shape[0] == 0) and (product != 1) | (o.gated != 0):
@@ -342,14 +266,12 @@ class Overflow:
 
     @cute.jit
     def park_up(self, o: Operands, here: Slice, acc: cute.Tensor, row: Int32, column: Int32):
-        """Store the upper and the lower halves of up."""
+        """Store up, rounded as it is where it is kept for backward."""
         token, neuron, at = self.place_of(row, column)
         sums = self.by_row(acc)
         for r in range_constexpr(2 * self.m_frags):
-            for half in range_constexpr(2):
-                bits = [[sums[j, v, r].bitcast(Uint32) for j in range(2)] for v in range(self.n_frags)]
-                pairs = [join_halves(*two, half == 0) for two in bits]
-                self.store_part(o, here, 1 + half, pairs, token + 8 * r, neuron, at)
+            pairs = [pack(sums[0, v, r], sums[1, v, r], self.dtype) for v in range(self.n_frags)]
+            self.store_part(o, here, 1, pairs, token + 8 * r, neuron, at)
 
     @cute.jit
     def finish(self, o: Operands, s: Shared, here: Slice, acc: cute.Tensor, row: Int32, column: Int32):
@@ -358,32 +280,24 @@ class Overflow:
         dl1, total, sums = Float32(0.0), Float32(0.0), self.by_row(acc)
         if o.backward:
             dl1 = o.dl1[0]
-        # of d_gate and d_up, by neurons of a pair and pairs
-        by_neuron = cute.make_rmem_tensor((2, 2, self.n_frags), Float32)
-        clear(by_neuron)
         for r in range_constexpr(2 * self.m_frags):
             m = token + 8 * r
             gates = self.load_part(o, here, 0, m, neuron, Boolean(True), at)
-            parked = [self.load_part(o, here, 1 + j, m, neuron, o.backward & (o.gated != 0), at) for j in range(2)]
+            ups = self.load_part(o, here, 1, m, neuron, o.backward & (o.gated != 0), at)
             parts: list[list[Any]] = [[], [], []]
             for v in range_constexpr(self.n_frags):
                 both = []
                 for j in range_constexpr(2):
-                    up = join_halves(parked[1][v], parked[0][v], j == 1).bitcast(Float32)
+                    gate, up = ((low_to_float, high_to_float)[j](two[v], self.dtype) for two in (gates, ups))
                     up = cutlass.select_(o.backward, up, sums[j, v, r])
                     up = cutlass.select_(o.gated != 0, up, Float32(1.0))
-                    gate = low_to_float(gates[v], self.dtype) if j == 0 else high_to_float(gates[v], self.dtype)
                     h = hidden(gate, up, o.activation)
                     values = [*gradients(add_l1(sums[j, v, r], dl1, h), gate, up, o.activation), h]
                     fires = gates[v] & Uint32(MAGNITUDE << 16 * j) != 0
                     both.append([cutlass.select_(fires, value, Float32(0.0)) for value in values])
                     total += cute.arch.fmax(both[j][2], -both[j][2])
                 for part in range_constexpr(3):
-                    pair = pack(both[0][part], both[1][part], self.dtype)
-                    parts[part].append(pair)
-                    if const_expr(part < 2):
-                        by_neuron[part, 0, v] += low_to_float(pair, self.dtype)
-                        by_neuron[part, 1, v] += high_to_float(pair, self.dtype)
+                    parts[part].append(pack(both[0][part], both[1][part], self.dtype))
             if o.backward:
                 self.store_part(o, here, 0, parts[0], m, neuron, at)
                 if o.gated != 0:
@@ -392,7 +306,6 @@ class Overflow:
                     left = o.neurons - neuron if m < here.count else 0
                     store_pairs(parts[0], address(o.d_gate, here.first + m, neuron), left, at.lane)
             self.store_part(o, here, o.parts.shape[0] - 1, parts[2], m, neuron, at)
-        self.store_lines(o, by_neuron, here.first + row, neuron, at)
         self.store_total(o, s, total, here.first + row, column, at)
 
     @cute.jit
@@ -406,20 +319,6 @@ class Overflow:
         """Load what this lane and those beside it have stored; zeros if it does not exist."""
         left = o.neurons - neuron if (m < here.count) & exists else 0
         return load_pairs(address(part_of(o, part, here.count), m, neuron), self.n_frags, left, at.lane)
-
-    @cute.jit
-    def store_lines(self, o: Operands, by_neuron: cute.Tensor, token: Int32, neuron: Int32, at):
-        """Store the sums of both gradients over a warp's tokens."""
-        line = token // geometry.OVERFLOW_SUM + at.warp_m
-        if line < o.sums.shape[0]:
-            for part in range_constexpr(2):
-                for v in range_constexpr(self.n_frags):
-                    for j in range_constexpr(2):
-                        total, own = by_neuron[part, j, v], neuron + 8 * v + at.lane * 2 + j
-                        for d in range_constexpr(2, 5):
-                            total += cute.arch.shuffle_sync_bfly(total, 1 << d)
-                        if at.lane < 4 and own < o.neurons:
-                            o.sums[line, part * o.neurons + own] = total
 
     @cute.jit
     def store_total(self, o: Operands, s: Shared, total: Float32, token: Int32, column: Int32, at):
@@ -458,7 +357,7 @@ class Overflow:
         acc = cute.make_rmem_tensor((4, self.n_frags, self.m_frags), Float32)
         pieces = cute.ceil_div(steps, self.longest)
         while tile < m_tiles * n_tiles:
-            row, column = tile_of(tile, m_tiles, n_tiles, BAND)
+            row, column = tile // n_tiles, tile % n_tiles
             part = row // rows
             row, column = (row - part * rows) * TILE_M, column * TILE_N
             clear(acc)
@@ -531,18 +430,24 @@ class Overflow:
                         cute.autovec_copy(rounded, aligned(address(result, neuron, column), 2))
 
     @cute.jit
-    def add_biases(self, o: Operands, s: Shared):
-        """Gradients of the biases: add the sums over 64 tokens in a fixed order."""
+    def add_biases(self, o: Operands, s: Shared, here: Slice):
+        """Gradients of the biases: add those of gate and up over the slice's tokens to earlier ones."""
         own = s.team[0] * THREADS + cute.arch.thread_idx()[0]
-        lines = o.sums.shape[0]
-        for at in cutlass.range(own, 2 * o.neurons if lines > 0 else 0, s.team[1] * THREADS, unroll=1):
-            total = Float32(0.0)
-            for line in cutlass.range(lines, unroll=8):
-                total += o.sums[line, at]
-            if at < o.db_gate.shape[0]:
-                o.db_gate[at] = total.to(self.dtype)
-            elif at >= o.neurons and at - o.neurons < o.db_up.shape[0]:
-                o.db_up[at - o.neurons] = total.to(self.dtype)
+        for at in cutlass.range(own, 2 * o.neurons * o.sums.shape[0], s.team[1] * THREADS, unroll=1):
+            part, total = at // o.neurons, Float32(0.0)
+            neuron = at - part * o.neurons
+            if here.first > 0:
+                total = o.sums[0, at]
+            if neuron < cutlass.select_(part > 0, o.db_up.shape[0], o.db_gate.shape[0]):
+                gradients = part_of(o, part, here.count)
+                for m in cutlass.range(here.count, unroll=8):
+                    total += gradients[m, neuron].to(Float32)
+                o.sums[0, at] = total
+                if here.first + here.count == o.x.shape[0]:
+                    if part == 0:
+                        o.db_gate[neuron] = total.to(self.dtype)
+                    else:
+                        o.db_up[neuron] = total.to(self.dtype)
 
 
 @cute.jit
