@@ -26,13 +26,13 @@ from cutlass import Float32, Int16, Int32, Uint8, Uint16, Uint32, const_expr, ra
 from cutlass.memory import SmemAllocator
 
 from . import feasible, geometry
-from .common import architecture, launch, operands
+from .common import launch, operands
 from .common.activation import power
 from .common.byte_counters import PITCH, count_token
 from .common.copies import address, load_values
 from .common.rows import count_of
 from .common.values import byte_sum, high_to_float, prefix_sum, warp_sum, widen
-from .compact_ranges import LOCATORS, THREADS, TOKENS, WARPS, Ranges
+from .compact_ranges import THREADS, TOKENS, WARPS, Ranges
 from .compact_scan import CHUNK, COUNT, MARK, WRITE, Operands, Scan, Thread, Views
 from .specs import PORTABLE, SM90, CompactSpec
 
@@ -77,9 +77,7 @@ class Compact(Ranges, Scan):
         assert 6 * PITCH * self.chunks < 4 * self.arena
         self.shared = (feasible.check_portable_memory if self.portable else feasible.check_shared_memory)(Shared)
         if const_expr(self.training):
-            self.locators = LOCATORS if architecture.at_least(90) else 1
-            locate = self.locate(stats, o.chunks, o.sizes, o.popularity)
-            launch.start(locate, self.locators, THREADS, stream, cluster=self.locators)
+            self.find_ranges(stats, o, stream)
         if words.shape[0] > 0:
             launch.start(self.compact(o), o.chunks.shape[0], THREADS, stream, ctas_per_sm=1)
 

@@ -3,13 +3,15 @@
 One cluster. Its warps add up the counts of a token tile each, and the first CTA makes prefix sums of the totals.
 """
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import geometry
-from .common import launch
+from .common import architecture, launch
 from .common.values import prefix_sum
 
 TOKENS = geometry.TOKEN_TILE
@@ -23,6 +25,12 @@ class Ranges:
     """The kernel; `locators` are its CTAs."""
 
     locators: int
+
+    def find_ranges(self, stats: Any, o: Any, stream: Any) -> None:
+        """Launch the kernel for the `Operands` of compact.py."""
+        self.locators = LOCATORS if architecture.at_least(90) else 1
+        locate = self.locate(stats, o.chunks, o.sizes, o.popularity)
+        launch.start(locate, self.locators, THREADS, stream, cluster=self.locators)
 
     @cute.kernel
     def locate(self, stats: cute.Tensor, chunks: cute.Tensor, sizes: cute.Tensor, popularity: cute.Tensor):
