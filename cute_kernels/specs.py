@@ -22,8 +22,7 @@ FAMILIES = SM90, PORTABLE = ("sm90", "sm80")
 # the same major version.
 ARCHITECTURES = {"sm_80": PORTABLE, "sm_90a": SM90, "sm_100": PORTABLE, "sm_120": PORTABLE}
 
-# Kernels of strategy "row" keep a row of x or y in registers, so its size is fixed at compile time: the smallest class
-# >= K.
+# Kernels of strategy "row" keep a row of x or y in registers, so they are compiled for the smallest class >= K.
 K_CLASSES = (1024, 2048, 4096, 8192, 16384)
 # Warps of a CTA of that kernel, and bytes that a warp loads at a time.
 TOKEN_WARPS, TOKEN_STEP = 8, 512
