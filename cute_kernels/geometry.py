@@ -43,7 +43,8 @@ UNION_ENTRIES = 1 << 27
 
 # A batch that exceeds the capacity of the hybrid format: most tokens that forward and backward compute together, with
 # one and three 16-bit values of scratch per token and neuron, and in backward most such values; tokens and neurons that
-# share a sum of |h|. A slice is whole tiles. Words, zero before, by which CTAs meet.
+# share a sum of |h|, and tokens that share a sum for the gradients of the biases. A slice is whole tiles. Words, zero
+# before, by which CTAs meet.
 OVERFLOW_FORWARD, OVERFLOW_BACKWARD, OVERFLOW_VALUES = 16384, 3840, 1 << 27
 OVERFLOW_SUM, OVERFLOW_NEURONS = 64, 128
 OVERFLOW_COUNTERS = 3

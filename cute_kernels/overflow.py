@@ -4,11 +4,11 @@ products of x, the weights and dy. Nothing was stored, so gate and up are comput
 The kernel returns at once unless the last of `sizes` exceeds `capacity`. It takes slices of as many tokens as the
 scratch `parts` [P, tokens, N] has, each in two phases. A phase begins when the one before has ended everywhere.
 
-    score       parts = h, and sums of |h|       forward
-                parts = d_gate, d_up, h          backward
+    score       parts = h                        and sums of |h|     forward
+                parts = d_gate, d_up, h          and sums of d_gate and d_up over 64 tokens each     backward
     products    y = h w_down + b_down                                forward
                 dx = d_gate w_gate + d_up w_up                       backward, and
-                dw_gate = d_gate^T x,  dw_up = d_up^T x,  dw_down = h^T dy,  db_gate = d_gate^T 1,  db_up = d_up^T 1
+                dw_gate = d_gate^T x,  dw_up = d_up^T x,  dw_down = h^T dy,  and db_gate, db_up from the sums
 
     h = gate * up, gate = relu(x . w_gate + b_gate) rounded, up = x . w_up + b_up, dh = dy . w_down + dl1 * sign(h),
     d_gate = dh * up, d_up = dh * gate; all are rounded, and zero where the gate is. An empty operand stands for none.
@@ -39,7 +39,7 @@ from .common.copies import address, aligned, load_pairs, store_pairs
 from .common.mma import clear
 from .common.sums import add_flushed, flush_sums
 from .common.values import MAGNITUDE, high_to_float, join_halves, low_to_float, pack, relu_pack, relu_pair, warp_sum
-from .sm80.product import STAGES, THREADS, TILE_K, TILE_N, WARPS_M, WARPS_N, Dense, thread_index
+from .sm80.product import STAGES, THREADS, TILE_K, TILE_N, WARPS_M, WARPS_N, Dense, either, rows_of, thread_index
 from .specs import OverflowSpec
 
 TILE_M = 128
@@ -83,7 +83,7 @@ class Operands(NamedTuple):
     sum_down: Any
     accumulate: Any  # whether gradients of weights are added to sums there, and not rounded
     magnitudes: Any  # sums of |h| by tile and group
-    sums: Any  # of both gradients over earlier tokens [1, 2 N]
+    sums: Any  # of gradients [ceil(M / 64), 2 N]
     db_gate: Any
     db_up: Any
     flushed: Any  # partial sums of many terms
@@ -165,9 +165,10 @@ class Overflow:
                 met = self.meet(o, s, met)
                 index = self.multiply(o, s, here, True, s.team[0])
                 self.multiply(o, s, here, False, index)
-                self.add_biases(o, s, here)
                 met = self.meet(o, s, met)
                 first += here.count
+            if s.team[0] < s.team[1]:
+                self.add_biases(o, s)
 
     # ---- the CTAs ----
 
@@ -280,6 +281,9 @@ class Overflow:
         dl1, total, sums = Float32(0.0), Float32(0.0), self.by_row(acc)
         if o.backward:
             dl1 = o.dl1[0]
+        # of d_gate and d_up, by neurons of a pair and pairs
+        by_neuron = cute.make_rmem_tensor((2, 2, self.n_frags), Float32)
+        clear(by_neuron)
         for r in range_constexpr(2 * self.m_frags):
             m = token + 8 * r
             gates = self.load_part(o, here, 0, m, neuron, Boolean(True), at)
@@ -297,7 +301,11 @@ class Overflow:
                     both.append([cutlass.select_(fires, value, Float32(0.0)) for value in values])
                     total += cute.arch.fmax(both[j][2], -both[j][2])
                 for part in range_constexpr(3):
-                    parts[part].append(pack(both[0][part], both[1][part], self.dtype))
+                    pair = pack(both[0][part], both[1][part], self.dtype)
+                    parts[part].append(pair)
+                    if const_expr(part < 2):
+                        by_neuron[part, 0, v] += low_to_float(pair, self.dtype)
+                        by_neuron[part, 1, v] += high_to_float(pair, self.dtype)
             if o.backward:
                 self.store_part(o, here, 0, parts[0], m, neuron, at)
                 if o.gated != 0:
@@ -306,6 +314,7 @@ class Overflow:
                     left = o.neurons - neuron if m < here.count else 0
                     store_pairs(parts[0], address(o.d_gate, here.first + m, neuron), left, at.lane)
             self.store_part(o, here, o.parts.shape[0] - 1, parts[2], m, neuron, at)
+        self.store_lines(o, by_neuron, here.first + row, neuron, at)
         self.store_total(o, s, total, here.first + row, column, at)
 
     @cute.jit
@@ -319,6 +328,20 @@ class Overflow:
         """Load what this lane and those beside it have stored; zeros if it does not exist."""
         left = o.neurons - neuron if (m < here.count) & exists else 0
         return load_pairs(address(part_of(o, part, here.count), m, neuron), self.n_frags, left, at.lane)
+
+    @cute.jit
+    def store_lines(self, o: Operands, by_neuron: cute.Tensor, token: Int32, neuron: Int32, at):
+        """Store the sums of both gradients over a warp's tokens."""
+        line = token // geometry.OVERFLOW_SUM + at.warp_m
+        if line < o.sums.shape[0]:
+            for part in range_constexpr(2):
+                for v in range_constexpr(self.n_frags):
+                    for j in range_constexpr(2):
+                        total, own = by_neuron[part, j, v], neuron + 8 * v + at.lane * 2 + j
+                        for d in range_constexpr(2, 5):
+                            total += cute.arch.shuffle_sync_bfly(total, 1 << d)
+                        if at.lane < 4 and own < o.neurons:
+                            o.sums[line, part * o.neurons + own] = total
 
     @cute.jit
     def store_total(self, o: Operands, s: Shared, total: Float32, token: Int32, column: Int32, at):
@@ -430,33 +453,18 @@ class Overflow:
                         cute.autovec_copy(rounded, aligned(address(result, neuron, column), 2))
 
     @cute.jit
-    def add_biases(self, o: Operands, s: Shared, here: Slice):
-        """Gradients of the biases: add those of gate and up over the slice's tokens to earlier ones."""
+    def add_biases(self, o: Operands, s: Shared):
+        """Gradients of the biases: add the sums over 64 tokens in a fixed order."""
         own = s.team[0] * THREADS + cute.arch.thread_idx()[0]
-        for at in cutlass.range(own, 2 * o.neurons * o.sums.shape[0], s.team[1] * THREADS, unroll=1):
-            part, total = at // o.neurons, Float32(0.0)
-            neuron = at - part * o.neurons
-            if here.first > 0:
-                total = o.sums[0, at]
-            if neuron < cutlass.select_(part > 0, o.db_up.shape[0], o.db_gate.shape[0]):
-                gradients = part_of(o, part, here.count)
-                for m in cutlass.range(here.count, unroll=8):
-                    total += gradients[m, neuron].to(Float32)
-                o.sums[0, at] = total
-                if here.first + here.count == o.x.shape[0]:
-                    if part == 0:
-                        o.db_gate[neuron] = total.to(self.dtype)
-                    else:
-                        o.db_up[neuron] = total.to(self.dtype)
-
-
-@cute.jit
-def either(first: Boolean, one: cute.Tensor, other: cute.Tensor) -> Any:
-    """One of two row-major matrices, with the shape of `one`, which the caller knows to fit both."""
-    where = cutlass.select_(first, one.iterator.toint(), other.iterator.toint())
-    pointer = cute.make_ptr(one.element_type, where, cute.AddressSpace.gmem, assumed_align=16)
-    stride = cutlass.select_(first, one.stride[0], other.stride[0])
-    return cute.make_tensor(pointer, cute.make_layout(one.shape, stride=(stride, 1)))
+        lines = o.sums.shape[0]
+        for at in cutlass.range(own, 2 * o.neurons if lines > 0 else 0, s.team[1] * THREADS, unroll=1):
+            total = Float32(0.0)
+            for line in cutlass.range(lines, unroll=8):
+                total += o.sums[line, at]
+            if at < o.db_gate.shape[0]:
+                o.db_gate[at] = total.to(self.dtype)
+            elif at >= o.neurons and at - o.neurons < o.db_up.shape[0]:
+                o.db_up[at - o.neurons] = total.to(self.dtype)
 
 
 @cute.jit
@@ -464,13 +472,6 @@ def part_of(o: Any, part: Int32, count: Int32) -> Any:
     """The first tokens of a part as a matrix."""
     start = (o.parts.iterator + Int64(part) * o.parts.stride[0]).align(16)
     return cute.make_tensor(start, cute.make_layout((count, o.neurons), stride=(o.parts.stride[1], 1)))
-
-
-@cute.jit
-def rows_of(matrix: Any, first: Int32, count: Int32) -> Any:
-    """`count` rows of a matrix, from `first` on."""
-    start = (matrix.iterator + Int64(first) * matrix.stride[0]).align(16)
-    return cute.make_tensor(start, cute.make_layout((count, matrix.shape[1]), stride=matrix.stride))
 
 
 def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:

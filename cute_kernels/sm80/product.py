@@ -270,3 +270,19 @@ def multiply(f: Any, buffer: cutlass.Constexpr, i: cutlass.Constexpr, dtype: cut
         sums = mma_16x8x16(sums, *a, f.rB[0, n, buffer], f.rB[1, n, buffer], dtype)
         for j in range_constexpr(4):
             f.acc[j, n, i] = sums[j]
+
+
+@cute.jit
+def either(first: Boolean, one: cute.Tensor, other: cute.Tensor) -> Any:
+    """One of two row-major matrices, with the shape of `one`, which the caller knows to fit both."""
+    where = cutlass.select_(first, one.iterator.toint(), other.iterator.toint())
+    pointer = cute.make_ptr(one.element_type, where, cute.AddressSpace.gmem, assumed_align=16)
+    stride = cutlass.select_(first, one.stride[0], other.stride[0])
+    return cute.make_tensor(pointer, cute.make_layout(one.shape, stride=(stride, 1)))
+
+
+@cute.jit
+def rows_of(matrix: Any, first: Int32, count: Int32) -> Any:
+    """`count` rows of a matrix, from `first` on."""
+    start = (matrix.iterator + Int64(first) * matrix.stride[0]).align(16)
+    return cute.make_tensor(start, cute.make_layout((count, matrix.shape[1]), stride=matrix.stride))

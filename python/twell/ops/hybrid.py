@@ -439,7 +439,7 @@ def overflow(
     rows = [n if w is not None and m > slice_size else 0 for w in weights]
     totals = weights if accumulate else [p.scratch(torch.float32, of_sums, k) for of_sums in rows]
     d_biases = [bias_alone(b, n) for b in out[4:6]]
-    lines = int(any(b is not None for b in d_biases))
+    lines = -(-m // geometry.OVERFLOW_SUM) if any(b is not None for b in d_biases) else 0
     p.launch(
         tuning.overflow(dtype),
         *(or_none(dy, 0, k), tokens, up if w_gate is None else w_gate, up, w_down, *(or_none(b, 0) for b in biases)),
