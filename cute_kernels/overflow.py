@@ -18,8 +18,8 @@ part for d_up. Sums of |h| are those of 64 tokens and 128 neurons, in a row for 
 activation may be given, [M, N]. Then d_gate is in no product, but a result if it is not empty.
 
 Persistent, one CTA per SM. Every product is one of tiles of 128 rows and 256 columns, with the main loop of
-sm80/product.py, and a ring of its own. The score of a tile is two or three in turn. Its gates, and in backward the fp32
-up, which do not fit in registers beside the next sums, wait in the tile's own place in the parts.
+sm80/product.py, and a ring of its own. The score of a tile is two or three in turn. Its gates, and in backward up, do
+not fit in registers beside the next sums: they wait in the tile's own place in the parts.
 
 Who computes waits for all others, so all must run at the same time. A launch alone does not promise that: other kernels
 may hold multiprocessors. So CTAs enlist when they begin. The first one closes the list, and who comes later returns.
@@ -39,27 +39,10 @@ from .common.copies import address, aligned, load_pairs, store_pairs
 from .common.mma import clear
 from .common.sums import add_flushed, flush_sums
 from .common.values import MAGNITUDE, high_to_float, join_halves, low_to_float, pack, relu_pack, relu_pair, warp_sum
-from .sm80.product import (
-    PASS,
-    PIECE,
-    PIECES,
-    STAGES,
-    THREADS,
-    TILE_K,
-    TILE_N,
-    WARPS_M,
-    WARPS_N,
-    Product,
-    lines_at_a_time,
-    thread_index,
-    tile_of,
-)
+from .sm80.product import STAGES, THREADS, TILE_K, TILE_N, WARPS_M, WARPS_N, Dense, either, rows_of, thread_index
 from .specs import OverflowSpec
 
 TILE_M = 128
-# rows of tiles in a band, see `tile_of`
-BAND = 8
-BYTES = 2
 # the sums of |h| of a tile, and the warps beside each other that have one's neurons
 TILE_SUMS = TILE_N // geometry.OVERFLOW_NEURONS
 SUM_WARPS = WARPS_N // TILE_SUMS
@@ -134,70 +117,13 @@ class Shared(NamedTuple):
     totals: Any  # [warps]
 
 
-class Source(NamedTuple):
-    """What a thread copies of an operand: address and pitch in bytes, and what there is from its first piece on."""
-
-    first: Any
-    pitch: Any
-    rows: Any
-    columns: Any
-
-
-class Dense(Product):
-    """Products of one dtype. An operand is K-major, or stored as lines of the sum's index."""
-
-    def __init__(self, dtype: Any, a_k_major: bool, b_k_major: bool):
-        self.dtype, self.a_k_major, self.b_k_major = dtype, a_k_major, b_k_major
-        self.set_rows(TILE_M)
-
-    @cute.jit
-    def add(self, ring, acc, a: cute.Tensor, b: cute.Tensor, row: Int32, column: Int32, start: Int32, steps: Int32):
-        """Add the products of so many `steps`, from term `start` on, to the sums of the tile at `row` and `column`."""
-        at = thread_index()
-        f = self.fragments(ring, at)._replace(acc=acc)
-        place = (
-            self.source(a, row, start, TILE_M, self.a_k_major, at.thread),
-            self.source(b, column, start, TILE_N, self.b_k_major, at.thread),
-        )
-        self.begin(None, ring, f, place, Int32(0), at)
-        self.multiply_steps(None, ring, f, place, steps, Int32(0), at)
-        # before anything else is copied to the ring
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_threads()
-
-    @cute.jit
-    def source(
-        self, matrix, first: Int32, start: Int32, width: cutlass.Constexpr, k_major: cutlass.Constexpr, thread: Int32
-    ) -> Any:
-        """The source of an operand whose rows, or columns of lines, are `width` from `first` on in the tile."""
-        pieces = PIECES if const_expr(k_major) else width // PIECE
-        own, piece = thread // pieces, thread % pieces * PIECE
-        row, column = (first + own, start + piece) if const_expr(k_major) else (start + own, first + piece)
-        pitch = Int64(matrix.stride[0]) * BYTES
-        return Source(address(matrix, row, column).toint(), pitch, matrix.shape[0] - row, matrix.shape[1] - column)
-
-    @cute.jit
-    def load_piece(self, o, ring, place, step: Int32, stage: Int32, index: cutlass.Constexpr, thread: Int32):
-        from_a = index < TILE_M // PASS
-        source = place[0] if const_expr(from_a) else place[1]
-        own = index if const_expr(from_a) else index - TILE_M // PASS
-        if const_expr(self.a_k_major if from_a else self.b_k_major):
-            where = source.first + Int64(step) * (TILE_K * BYTES) + source.pitch * Int64(own * PASS)
-            exists = (step * TILE_K < source.columns) & (own * PASS < source.rows)
-            self.copy_piece(ring, where, stage, index, exists, thread)
-        else:
-            line = step * TILE_K + own * lines_at_a_time(TILE_M if const_expr(from_a) else TILE_N)
-            exists = (line < source.rows) & (source.columns > 0)
-            self.copy_line_piece(ring, source.first + source.pitch * Int64(line), stage, from_a, own, exists, thread)
-
-
 class Overflow:
     """The kernel."""
 
     def __init__(self, spec: OverflowSpec):
         self.dtype = operands.DTYPES[spec.dtype]
-        self.score = Dense(self.dtype, True, True)
-        self.by_token, self.by_neuron = Dense(self.dtype, True, False), Dense(self.dtype, False, False)
+        self.score = Dense(self.dtype, TILE_M, True, True)
+        self.by_token, self.by_neuron = (Dense(self.dtype, TILE_M, k_major, False) for k_major in (True, False))
         self.m_frags, self.n_frags = self.score.m_frags, self.score.n_frags
         # steps before sums are flushed
         self.longest = geometry.LONGEST_SUM[spec.dtype] // TILE_K
@@ -287,8 +213,7 @@ class Overflow:
         last = 2 if o.backward else 1
         acc = cute.make_rmem_tensor((4, self.n_frags, self.m_frags), Float32)
         while tile < m_tiles * n_tiles:
-            row, column = tile_of(tile, m_tiles, n_tiles, BAND)
-            row, column = row * TILE_M, column * TILE_N
+            row, column = tile // n_tiles * TILE_M, tile % n_tiles * TILE_N
             for product in cutlass.range(last + 1, unroll=1):
                 clear(acc)
                 if (product > 0) | (o.gate.shape[0] == 0) and (product != 1) | (o.gated != 0):
@@ -342,14 +267,12 @@ class Overflow:
 
     @cute.jit
     def park_up(self, o: Operands, here: Slice, acc: cute.Tensor, row: Int32, column: Int32):
-        """Store the upper and the lower halves of up."""
+        """Store up, rounded as it is where it is kept for backward."""
         token, neuron, at = self.place_of(row, column)
         sums = self.by_row(acc)
         for r in range_constexpr(2 * self.m_frags):
-            for half in range_constexpr(2):
-                bits = [[sums[j, v, r].bitcast(Uint32) for j in range(2)] for v in range(self.n_frags)]
-                pairs = [join_halves(*two, half == 0) for two in bits]
-                self.store_part(o, here, 1 + half, pairs, token + 8 * r, neuron, at)
+            pairs = [pack(sums[0, v, r], sums[1, v, r], self.dtype) for v in range(self.n_frags)]
+            self.store_part(o, here, 1, pairs, token + 8 * r, neuron, at)
 
     @cute.jit
     def finish(self, o: Operands, s: Shared, here: Slice, acc: cute.Tensor, row: Int32, column: Int32):
@@ -364,15 +287,14 @@ class Overflow:
         for r in range_constexpr(2 * self.m_frags):
             m = token + 8 * r
             gates = self.load_part(o, here, 0, m, neuron, Boolean(True), at)
-            parked = [self.load_part(o, here, 1 + j, m, neuron, o.backward & (o.gated != 0), at) for j in range(2)]
+            ups = self.load_part(o, here, 1, m, neuron, o.backward & (o.gated != 0), at)
             parts: list[list[Any]] = [[], [], []]
             for v in range_constexpr(self.n_frags):
                 both = []
                 for j in range_constexpr(2):
-                    up = join_halves(parked[1][v], parked[0][v], j == 1).bitcast(Float32)
+                    gate, up = ((low_to_float, high_to_float)[j](two[v], self.dtype) for two in (gates, ups))
                     up = cutlass.select_(o.backward, up, sums[j, v, r])
                     up = cutlass.select_(o.gated != 0, up, Float32(1.0))
-                    gate = low_to_float(gates[v], self.dtype) if j == 0 else high_to_float(gates[v], self.dtype)
                     h = hidden(gate, up, o.activation)
                     values = [*gradients(add_l1(sums[j, v, r], dl1, h), gate, up, o.activation), h]
                     fires = gates[v] & Uint32(MAGNITUDE << 16 * j) != 0
@@ -458,7 +380,7 @@ class Overflow:
         acc = cute.make_rmem_tensor((4, self.n_frags, self.m_frags), Float32)
         pieces = cute.ceil_div(steps, self.longest)
         while tile < m_tiles * n_tiles:
-            row, column = tile_of(tile, m_tiles, n_tiles, BAND)
+            row, column = tile // n_tiles, tile % n_tiles
             part = row // rows
             row, column = (row - part * rows) * TILE_M, column * TILE_N
             clear(acc)
@@ -546,26 +468,10 @@ class Overflow:
 
 
 @cute.jit
-def either(first: Boolean, one: cute.Tensor, other: cute.Tensor) -> Any:
-    """One of two row-major matrices, with the shape of `one`, which the caller knows to fit both."""
-    where = cutlass.select_(first, one.iterator.toint(), other.iterator.toint())
-    pointer = cute.make_ptr(one.element_type, where, cute.AddressSpace.gmem, assumed_align=16)
-    stride = cutlass.select_(first, one.stride[0], other.stride[0])
-    return cute.make_tensor(pointer, cute.make_layout(one.shape, stride=(stride, 1)))
-
-
-@cute.jit
 def part_of(o: Any, part: Int32, count: Int32) -> Any:
     """The first tokens of a part as a matrix."""
     start = (o.parts.iterator + Int64(part) * o.parts.stride[0]).align(16)
     return cute.make_tensor(start, cute.make_layout((count, o.neurons), stride=(o.parts.stride[1], 1)))
-
-
-@cute.jit
-def rows_of(matrix: Any, first: Int32, count: Int32) -> Any:
-    """`count` rows of a matrix, from `first` on."""
-    start = (matrix.iterator + Int64(first) * matrix.stride[0]).align(16)
-    return cute.make_tensor(start, cute.make_layout((count, matrix.shape[1]), stride=matrix.stride))
 
 
 def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -13,15 +13,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Uint32, range_constexpr
+from cutlass import Int32, Uint32, range_constexpr
 from cutlass.memory import SmemAllocator
 
 from . import geometry
 from .common import launch, operands
 from .common.activation import above_bits, levels_of
-from .common.copies import address, load_values_if, store_values
-from .common.rows import clear_arrivals
-from .common.values import join_bytes, lanes_before, lowest_bit, nonzero_bytes, relu_pair
+from .common.copies import address, load_values_if
+from .common.rows import clear_arrivals, store_tile
+from .common.values import relu_pair
 from .specs import PackSpec
 
 WARPS = geometry.STATS_ROWS
@@ -70,7 +70,10 @@ class Pack:
             if exists & (levels.shape[0] > 0):
                 for j in range_constexpr(4):
                     own[j] = self.level_of_token(levels, m, neuron + 2 * j)
-            count = self.pack_tile(words, spill, quads[None, i], m, first + i, width, own, within, lane)
+            quad, target = quads[None, i], address(words, m, (first + i) * width)
+            for j in range_constexpr(4):
+                quad[j] = above_bits(relu_pair(quad[j], self.dtype), own[j])
+            count = store_tile(quad, target, address(spill, m, neuron), neuron, width, within, lane)
             if lane == 0:
                 counts[warp, i] = count
         cute.arch.sync_threads()
@@ -88,47 +91,6 @@ class Pack:
         level, last = levels[m, 0], levels[m, 1]
         low, high = (level - Int32(neuron + j <= last) for j in range(2))
         return Uint32(low) | Uint32(high) << 16
-
-    @cute.jit
-    def pack_tile(
-        self, words, spill, quad: cute.Tensor, m: Int32, tile: Int32, width: Int32, levels, within: Boolean, lane: Int32
-    ) -> Int32:
-        """Pack the 256 gates of a token's tile, eight in `quad`, if it is `within` the problem; return the count."""
-        for i in range_constexpr(4):
-            quad[i] = above_bits(relu_pair(quad[i], self.dtype), levels[i])
-        mask = join_bytes(*nonzero_bytes(quad))
-        own = Int32(cute.arch.popc(mask))
-        count = Int32(cute.arch.warp_redux_sync(own, "add"))
-        place = 1 + lanes_before(own)
-        neuron = tile * geometry.TILE + lane * 8
-        target = address(words, m, tile * width)
-        if within:
-            if 4 * lane < width:
-                line = cute.make_rmem_tensor((4,), Uint32)
-                for i in range_constexpr(4):
-                    line[i] = Uint32(0)
-                line[0] = Uint32(count) if lane == 0 else Uint32(0)
-                store_values(target + 4 * lane, line)
-            # zeros before words
-            cute.arch.sync_warp()
-            while mask != 0:
-                bit = lowest_bit(mask)
-                mask = mask & (mask - 1)
-                if place < width:
-                    word = self.value(quad, bit) | Uint32(neuron + bit)
-                    cute.make_tensor(target + place, cute.make_layout(1))[0] = Int32(word)
-                place += 1
-            if count >= width:
-                store_values(address(spill, m, neuron), quad)
-        return count
-
-    @cute.jit
-    def value(self, quad: Any, i: Int32) -> Uint32:
-        """Value `i` of eight in bits 16-31, without an array in local memory."""
-        upper = i & 4 != 0
-        first, second = (cutlass.select_(upper, quad[2 + j], quad[j]) for j in range(2))
-        pair = Uint32(cutlass.select_(i & 2 != 0, second, first))
-        return pair & Uint32(0xFFFF0000) if i & 1 != 0 else pair << 16
 
 
 def signature(spec: PackSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -4,8 +4,10 @@ A spec holds everything that changes code and nothing else. It is the cache key,
 ``symbol``, the name of the exported function. ``spec_from_symbol`` is the way back. Pure Python.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import functools
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -20,29 +22,13 @@ FAMILIES = SM90, PORTABLE = ("sm90", "sm80")
 # the same major version.
 ARCHITECTURES = {"sm_80": PORTABLE, "sm_90a": SM90, "sm_100": PORTABLE, "sm_120": PORTABLE}
 
-# Kernels of strategy "row" keep a row of x or y in registers, so its size is fixed at compile time: the smallest class
-# >= K.
+# Kernels of strategy "row" keep a row of x or y in registers, so they are compiled for the smallest class >= K.
 K_CLASSES = (1024, 2048, 4096, 8192, 16384)
-# Those of each cluster, by the CTAs that share a row.
-TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
-    1: K_CLASSES,
-    4: (2048, 4096, 8192, 16384),
-}
-# The same of e4m3 weights: a CTA has 1,024 columns at least, and one alone 2,048, as few layers are narrower.
-E4M3_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {
-    1: K_CLASSES[1:],
-    4: (4096, 8192, 16384),
-}
 # Warps of a CTA of that kernel, and bytes that a warp loads at a time.
 TOKEN_WARPS, TOKEN_STEP = 8, 512
-# The portable family has no clusters.
-PORTABLE_TOKEN_K_CLASSES: dict[int, tuple[int, ...]] = {1: K_CLASSES}
 
 # K classes of the kernel that quantises rows for the screen of the gate.
 QUANTIZE_K_CLASSES = (2048, 4096, 8192, 16384)
-
-# What is quantised to e4m3 by rows.
-QUANTIZED = ("tokens", "gated", "plain")
 
 # Tokens of a tile of the gate GEMM, multiples of 16. Each is the fastest for some batches, see tuning.gate_pack.
 GATE_TOKENS = (48, 64, 96, 128, 144)
@@ -52,26 +38,23 @@ E4M3_GATE_TOKENS = {True: (64, 96, 144), False: (96,)}
 # Of the kernel for whole layers of few tokens: its forms, and most tokens.
 DECODE_KINDS = "plain", "gated", "experts"
 DECODE_TOKENS = (8, 16, 32)
-# Columns of a CTA, CTAs of a cluster and most tokens, of layers, of e4m3 weights and of experts: the first that takes a
+# CTAs of a cluster, columns of each and most tokens, of layers, of e4m3 weights and of experts: the first that takes a
 # call is the fastest (NVIDIA H200, November 2026, K = 768 to 12,288). In clusters of 8 more than 16 tokens lose to
 # dense products.
-_LARGE = ((1024, 8, 16), (1024, 16, 16))
-_DECODE_LAYERS = (
-    *((512, 4, 8), (512, 4, 16), (512, 4, 32), (1024, 4, 16), (768, 4, 32), (1024, 4, 32)),
-    *_LARGE,
-)
-_DECODE_E4M3 = (
-    *((1024, 2, 16), (512, 4, 32), (2048, 2, 8), (1024, 4, 16), (1024, 4, 32)),
-    *_LARGE,
-)
+_LARGE = ((8, 1024, 16), (16, 1024, 16))
+_DECODE_LAYERS = ((4, 512, 8), (4, 512, 16), (4, 512, 32), (4, 1024, 16), (4, 768, 32), (4, 1024, 32), *_LARGE)
+_DECODE_E4M3 = ((2, 1024, 16), (4, 512, 32), (2, 2048, 8), (4, 1024, 16), (4, 1024, 32), *_LARGE)
 _DECODE_EXPERTS = (
-    *((512, 2, 8), (512, 2, 16), (512, 2, 32), (768, 4, 8), (768, 4, 16), (768, 4, 32), (1024, 4, 16)),
+    *((2, 512, 8), (2, 512, 16), (2, 512, 32), (4, 768, 8), (4, 768, 16), (4, 768, 32), (4, 1024, 16)),
     *_LARGE,
 )
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
 # K classes of the kernel that computes the tokens of experts, whose rows four CTAs share.
 EXPERT_K_CLASSES = (4096, 8192, 16384)
+
+# Quads of a thread of top_k.py, of 512 threads with eight neurons in each
+TOP_K_QUADS = (4, 16)
 
 
 def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
@@ -83,43 +66,61 @@ def k_class(k: int, classes: tuple[int, ...] = K_CLASSES) -> int:
 
 
 def token_k_classes(family: str, dtype: str = "") -> dict[int, tuple[int, ...]]:
-    """``TOKEN_K_CLASSES`` of a family, for weights of ``dtype``."""
+    """K classes of strategy "row" by the CTAs of a cluster, which share a row; the portable family has no clusters."""
     if family != SM90:
-        return PORTABLE_TOKEN_K_CLASSES
-    return E4M3_TOKEN_K_CLASSES if dtype == E4M3 else TOKEN_K_CLASSES
+        return {1: K_CLASSES}
+    # a CTA of e4m3 weights has 1,024 columns at least, and one alone 2,048, as few layers are narrower
+    narrow = int(dtype == E4M3)
+    return {1: K_CLASSES[narrow:], 4: K_CLASSES[1 + narrow :]}
 
 
 def decode_shapes(dtype: str, kind: str) -> tuple[tuple[int, int, int], ...]:
-    """Columns of a CTA, CTAs of a cluster and most tokens of the kernels for a kind of layers, the fastest first."""
+    """CTAs of a cluster, columns of each and most tokens of the kernels for a kind of layers, the fastest first."""
     if kind == "experts":
         return _DECODE_EXPERTS if dtype == "bfloat16" else ()
     return _DECODE_E4M3 if dtype == E4M3 else _DECODE_LAYERS
 
 
-# What fields add to the symbol: a text for any value, or texts for some.
-Suffixes = Mapping[str, str | Mapping[Any, str]]
+# ---- what a spec is ----
+
+# What a field may be, or a function that says so of a spec whose earlier fields are known.
+Choices = tuple[Any, ...] | Callable[[Any], tuple[Any, ...]]
+
+
+def choice(choices: Choices, suffix: str | Mapping[Any, str] = "", default: Any = MISSING) -> Any:
+    """A field, and what it adds to the symbol: a text for any value, or texts for some."""
+    choices_of = choices if callable(choices) else lambda spec: choices
+    return field(default=default, metadata={"choices": choices_of, "suffix": suffix})
+
+
+def flag(**suffix: str) -> Any:
+    """A field that is true or false, with a suffix if ``yes``, or if ``no``."""
+    return choice((False, True), {name == "yes": text for name, text in suffix.items()})
 
 
 @dataclass(frozen=True)
 class Spec:
     """A kernel."""
 
+    # the stem of the kernel's names, from that of its class: "gate_pack" of GatePackSpec
     op: ClassVar[str]
-    suffixes: ClassVar[Suffixes] = {}
+    kinds: ClassVar[list[type["Spec"]]] = []
+
+    def __init_subclass__(cls) -> None:
+        if not cls.__name__.startswith("_"):
+            cls.op = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Spec")).lower()
+            Spec.kinds.append(cls)
 
     def __post_init__(self) -> None:
-        for name, choices in self.choices().items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        """What fields may be; those before others are right when these are looked at."""
-        return {}
+        for each in fields(self):
+            choices, value = each.metadata["choices"](self), getattr(self, each.name)
+            if value not in choices:
+                raise ValueError(f"{each.name} must be one of {choices}, got {value!r}")
 
     @property
     def suffix(self) -> str:
         """All fields but dtype and family."""
-        given = ((getattr(self, name), adds) for name, adds in self.suffixes.items())
+        given = ((getattr(self, each.name), each.metadata["suffix"]) for each in fields(self))
         return "".join(adds.format(value) if isinstance(adds, str) else adds.get(value, "") for value, adds in given)
 
     @property
@@ -132,16 +133,39 @@ class Spec:
         return self.op
 
 
+def _variants(kind: type[Spec], given: dict[str, Any]) -> list[Spec]:
+    """All specs of a kernel with these values of its first fields."""
+    if len(given) == len(fields(kind)):
+        return [kind(**given)]
+    following, so_far = fields(kind)[len(given)], object.__new__(kind)
+    vars(so_far).update(given)
+    values = following.metadata["choices"](so_far)
+    return [spec for value in values for spec in _variants(kind, given | {following.name: value})]
+
+
+@functools.cache
+def all_specs() -> tuple[Spec, ...]:
+    """Every spec that can be compiled; ``catalog.SHIPPED`` are those that ship."""
+    return tuple(spec for kind in Spec.kinds for spec in _variants(kind, {}))
+
+
+def spec_from_symbol(symbol: str) -> Spec:
+    """The spec whose ``symbol`` this is; ValueError if there is none."""
+    for spec in all_specs():
+        if spec.symbol == symbol:
+            return spec
+    raise ValueError(f"no kernel is called {symbol!r}; `list --all` prints every name")
+
+
 @dataclass(frozen=True)
 class _Kernel(Spec):
     """A kernel for one dtype."""
 
-    dtype: str
+    dtype: str = choice(lambda spec: tuple(spec.dtypes))
     # names of the dtypes that ``dtype`` may be, by those in symbols
     dtypes: ClassVar[dict[str, str]] = DTYPES
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return {"dtype": tuple(self.dtypes)}
+    # whether e4m3 weights have a kernel in a file of their own
+    e4m3_file: ClassVar[bool] = True
 
     @property
     def symbol(self) -> str:
@@ -149,19 +173,21 @@ class _Kernel(Spec):
 
     @property
     def module(self) -> str:
-        return f"{self.op}_e4m3" if self.dtype == E4M3 else self.op
+        return f"{self.op}_e4m3" if self.dtype == E4M3 and self.e4m3_file else self.op
 
 
 @dataclass(frozen=True)
 class _FamilyKernel(_Kernel):
     """A kernel whose code depends on the family."""
 
-    family: str = field(default=SM90, kw_only=True)
+    family: str = field(
+        default=SM90,
+        kw_only=True,
+        metadata={"choices": lambda spec: (SM90,) if spec.dtype == E4M3 else spec.families, "suffix": ""},
+    )
+    families: ClassVar[tuple[str, ...]] = FAMILIES
     # whether one file has the kernels of all families
     one_file: ClassVar[bool] = False
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return super().choices() | {"family": (SM90,) if self.dtype == E4M3 else FAMILIES}
 
     @property
     def symbol(self) -> str:
@@ -175,58 +201,69 @@ class _FamilyKernel(_Kernel):
 
 
 @dataclass(frozen=True)
+class _HopperKernel(_FamilyKernel):
+    """A kernel of sm_90a alone."""
+
+    families = (SM90,)
+
+
+# ---- the kernels ----
+
+
+@dataclass(frozen=True)
 class PackSpec(_Kernel):
     """``gate -> words, spill, stats``: a dense gate, packed, of any compression."""
 
-    op: ClassVar[str] = "pack"
+
+@dataclass(frozen=True)
+class TopKSpec(Spec):
+    """``gate, k -> levels``: the k-th largest gate of each token, of at most 4,096 ``quads`` neurons of any dtype."""
+
+    quads: int = choice(TOP_K_QUADS, {quads: f"_n{4096 * quads}" for quads in TOP_K_QUADS})
 
 
 @dataclass(frozen=True)
-class GatePackSpec(_FamilyKernel):
+class WindowSpec(_Kernel):
+    """``gate, level, below, above -> near, counts``: gates near thresholds; those up to the level become zero."""
+
+
+@dataclass(frozen=True)
+class GatePackSpec(_HopperKernel):
     """``x, w_gate -> words, spill, stats``: the gate GEMM of sm_90a with packed output, of any compression.
 
-    A tile has 256 neurons and ``tokens`` tokens, one of ``GATE_TOKENS``.
+    A tile has 256 neurons and ``tokens`` tokens, one of ``GATE_TOKENS``. ``fast``: whether the tensor cores hold the
+    whole sum, of which they keep about 14 bits if the weights are e4m3.
     """
 
-    tokens: int
-    # whether the tensor cores hold the whole sum, of which they keep about 14 bits if the weights are e4m3
-    fast: bool = field(default=True, kw_only=True)
-    op: ClassVar[str] = "gate_pack"
-    dtypes: ClassVar[dict[str, str]] = WEIGHTS
-    suffixes: ClassVar[Suffixes] = {"tokens": "_t{}", "fast": {False: "_slow"}}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        by_fast: dict[bool, tuple[int, ...]] = E4M3_GATE_TOKENS if self.dtype == E4M3 else {True: GATE_TOKENS}
-        return super().choices() | {"fast": tuple(by_fast), "tokens": by_fast.get(self.fast, ())}
+    dtypes = WEIGHTS
+    tokens: int = choice(lambda spec: E4M3_GATE_TOKENS[True] if spec.dtype == E4M3 else GATE_TOKENS, "_t{}")
+    fast: bool = choice(
+        lambda spec: (True, False) if spec.dtype == E4M3 and spec.tokens in E4M3_GATE_TOKENS[False] else (True,),
+        {False: "_slow"},
+        default=True,
+    )
 
 
 @dataclass(frozen=True)
-class DecodeSpec(_FamilyKernel):
+class DecodeSpec(_HopperKernel):
     """``x, weights -> y``: a whole layer of up to ``tokens`` tokens on sm_90a, or one of routed experts.
 
     kind: "plain", "gated" or "experts". cluster: the CTAs that have ``columns`` of K each.
     """
 
-    kind: str
-    columns: int
-    cluster: int
-    tokens: int
-    op: ClassVar[str] = "decode"
-    dtypes: ClassVar[dict[str, str]] = WEIGHTS
-    suffixes: ClassVar[Suffixes] = {
-        "kind": {"gated": "_gated", "experts": "_experts"},
-        "cluster": "_c{}",
-        "columns": "x{}",
-        "tokens": "_m{}",
-    }
+    dtypes = WEIGHTS
+    kind: str = choice(
+        lambda spec: tuple(kind for kind in DECODE_KINDS if decode_shapes(spec.dtype, kind)),
+        {"gated": "_gated", "experts": "_experts"},
+    )
+    cluster: int = choice(lambda spec: spec.next_of_shapes(), "_c{}")
+    columns: int = choice(lambda spec: spec.next_of_shapes(spec.cluster), "x{}")
+    tokens: int = choice(lambda spec: spec.next_of_shapes(spec.cluster, spec.columns), "_m{}")
 
-    def choices(self) -> dict[str, tuple[Any, ...]]:
+    def next_of_shapes(self, *given: int) -> tuple[int, ...]:
+        """What follows the ``given`` numbers in the shapes of this kind."""
         shapes = decode_shapes(self.dtype, self.kind)
-        clusters = sorted({shape[1] for shape in shapes if shape[0] == self.columns})
-        tokens = tuple(shape[2] for shape in shapes if shape[:2] == (self.columns, self.cluster))
-        kinds = tuple(kind for kind in DECODE_KINDS if decode_shapes(self.dtype, kind))
-        own = {"kind": kinds, "columns": tuple(sorted({shape[0] for shape in shapes})), "cluster": tuple(clusters)}
-        return super().choices() | {"family": (SM90,)} | own | {"tokens": tokens}
+        return tuple(sorted({shape[len(given)] for shape in shapes if shape[: len(given)] == given}))
 
     @property
     def k_max(self) -> int:
@@ -240,17 +277,17 @@ class DecodeSpec(_FamilyKernel):
 
 @dataclass(frozen=True)
 class QuantizeGateSpec(_Kernel):
-    """``rows -> q, scale, spread, offset``: int8 rows of x or w_gate for the screen of the gate.
+    """``rows -> q, scale, spread, offset``: int8 rows of x or w_gate of up to ``k_max`` columns, for the screen."""
 
-    For hidden sizes up to ``k_max``, one of ``QUANTIZE_K_CLASSES``.
+    k_max: int = choice(QUANTIZE_K_CLASSES, "_k{}")
+
+
+@dataclass(frozen=True)
+class GateScreenSpec(_HopperKernel):
+    """``int8 rows of x and w_gate -> candidates``: bits of the neurons that any of 128 tokens may fire.
+
+    ``dtype`` is that of the bias.
     """
-
-    k_max: int
-    op: ClassVar[str] = "quantize_gate"
-    suffixes: ClassVar[Suffixes] = {"k_max": "_k{}"}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return super().choices() | {"k_max": QUANTIZE_K_CLASSES}
 
 
 @dataclass(frozen=True)
@@ -260,22 +297,8 @@ class QuantizeTokensSpec(_Kernel):
     ``source``: what is quantised, "tokens", or the hidden state of a dense layer, "gated" or "plain".
     """
 
-    source: str
-    op: ClassVar[str] = "quantize_tokens"
-    suffixes: ClassVar[Suffixes] = {"source": "_{}"}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return super().choices() | {"source": QUANTIZED}
-
-
-@dataclass(frozen=True)
-class GateScreenSpec(_FamilyKernel):
-    """``int8 rows of x and w_gate -> candidates``: bits of the neurons that any of 128 tokens may fire.
-
-    ``dtype`` is that of the bias.
-    """
-
-    op: ClassVar[str] = "gate_screen"
+    dtypes: ClassVar = {"bfloat16": DTYPES["bfloat16"]}
+    source: str = choice(("tokens", "gated", "plain"), "_{}")
 
 
 @dataclass(frozen=True)
@@ -285,17 +308,13 @@ class UpDownTokenSpec(_FamilyKernel):
     Token by token: a ``cluster`` of CTAs for each. For hidden sizes up to ``k_max``, one of ``token_k_classes``.
     """
 
-    k_max: int
-    cluster: int
-    gated: bool
-    op: ClassVar[str] = "up_down_token"
-    dtypes: ClassVar[dict[str, str]] = WEIGHTS
+    dtypes = WEIGHTS
     one_file = True
-    suffixes: ClassVar[Suffixes] = {"k_max": "_k{}", "cluster": "_x{}", "gated": {False: "_plain"}}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        classes = token_k_classes(self.family, self.dtype)
-        return super().choices() | {"cluster": tuple(classes), "k_max": classes.get(self.cluster, ())}
+    k_max: int = choice(lambda spec: token_k_classes(spec.family, spec.dtype)[1], "_k{}")
+    cluster: int = choice(
+        lambda spec: tuple(c for c, ks in token_k_classes(spec.family, spec.dtype).items() if spec.k_max in ks), "_x{}"
+    )
+    gated: bool = flag(no="_plain")
 
     @property
     def columns(self) -> int:
@@ -331,11 +350,6 @@ class UpDownTokenSpec(_FamilyKernel):
         return max(1, (16 if self.family != SM90 else 4 if self.dtype == E4M3 else 8) // self.vectors)
 
     @property
-    def turn(self) -> int:
-        """Non-zeros that a CTA computes at a time."""
-        return self.groups * self.rows
-
-    @property
     def ctas_per_sm(self) -> int:
         """CTAs that a multiprocessor holds."""
         if self.family != SM90:
@@ -347,26 +361,21 @@ class UpDownTokenSpec(_FamilyKernel):
 class ExpertDownSpec(UpDownTokenSpec):
     """The same of the experts of each token."""
 
-    op: ClassVar[str] = "expert_down"
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return super().choices() | {"cluster": (4,), "k_max": EXPERT_K_CLASSES}
+    dtypes, families = DTYPES, (SM90,)
+    k_max: int = choice(EXPERT_K_CLASSES, "_k{}")
+    cluster: int = choice((4,), "_x{}")
 
 
 @dataclass(frozen=True)
 class UnpackSpec(_Kernel):
     """``packed -> dense``."""
 
-    op: ClassVar[str] = "unpack"
-
 
 @dataclass(frozen=True)
 class RegluSpec(_Kernel):
     """``gate, up -> relu(gate) * up`` of dense layers; ``backward``: ``dh, gate, up -> d_gate, d_up``."""
 
-    backward: bool
-    op: ClassVar[str] = "reglu"
-    suffixes: ClassVar[Suffixes] = {"backward": {True: "_backward"}}
+    backward: bool = flag(yes="_backward")
 
 
 @dataclass(frozen=True)
@@ -377,10 +386,8 @@ class CompactSpec(_FamilyKernel):
     capacity nothing is kept. Otherwise each token tile has room for all of its gates.
     """
 
-    training: bool
-    op: ClassVar[str] = "compact"
-    suffixes: ClassVar[Suffixes] = {"training": {True: "_training"}}
     one_file = True
+    training: bool = flag(yes="_training")
 
 
 @dataclass(frozen=True)
@@ -391,37 +398,26 @@ class SampledUpSpec(_FamilyKernel):
     tensors of their own.
     """
 
-    training: bool
-    op: ClassVar[str] = "sampled_up"
-    suffixes: ClassVar[Suffixes] = {"training": {True: "_training"}}
-    dtypes: ClassVar[dict[str, str]] = WEIGHTS
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return super().choices() | {"training": (False,) if self.dtype == E4M3 else (False, True)}
+    dtypes, e4m3_file = WEIGHTS, False
+    training: bool = choice(lambda spec: (False,) if spec.dtype == E4M3 else (False, True), {True: "_training"})
 
 
 @dataclass(frozen=True)
 class ListCandidatesSpec(Spec):
     """``candidates -> neurons, sizes``: the lists of the neurons whose bits are set."""
 
-    op: ClassVar[str] = "list_candidates"
-
 
 @dataclass(frozen=True)
-class SampledGateSpec(_FamilyKernel):
+class SampledGateSpec(_HopperKernel):
     """``x, w_gate, listed neurons -> words, spill, stats``: the gate GEMM at the neurons of each token tile's list."""
-
-    op: ClassVar[str] = "sampled_gate"
 
 
 @dataclass(frozen=True)
 class SampledGradSpec(_FamilyKernel):
     """``dy, w_down, hybrid gate, up -> d_gate, d_up`` at the non-zeros."""
 
-    gated: bool
-    op: ClassVar[str] = "sampled_grad"
-    suffixes: ClassVar[Suffixes] = {"gated": {False: "_plain"}}
     one_file = True
+    gated: bool = flag(no="_plain")
 
 
 @dataclass(frozen=True)
@@ -431,184 +427,74 @@ class GatheredSpec(_FamilyKernel):
     0 products: one, whose coefficients are the values in the entries.
     """
 
-    products: int
-    op: ClassVar[str] = "gathered"
-    dtypes: ClassVar[dict[str, str]] = WEIGHTS
-    suffixes: ClassVar[Suffixes] = {"products": "_{}"}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return super().choices() | {"products": (0,) if self.dtype == E4M3 else (0, 1, 2)}
+    dtypes = WEIGHTS
+    products: int = choice(lambda spec: (0,) if spec.dtype == E4M3 else (0, 1, 2), "_{}")
 
 
 @dataclass(frozen=True)
 class ExpertPairsSpec(_Kernel):
     """``ids, x -> owners, pairs, rows, units, total``: pairs of a token and an expert, in the order of the experts."""
 
-    op: ClassVar[str] = "expert_pairs"
-
 
 @dataclass(frozen=True)
-class ExpertPackSpec(_FamilyKernel):
+class ExpertPackSpec(_HopperKernel):
     """``rows of x, w_up of experts, units -> words, spill``: the gate GEMM of experts by units of ``tokens`` pairs."""
 
-    tokens: int
-    op: ClassVar[str] = "expert_pack"
-    dtypes: ClassVar[dict[str, str]] = WEIGHTS
-    suffixes: ClassVar[Suffixes] = {"tokens": "_m{}"}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return super().choices() | {"tokens": EXPERT_TOKENS}
+    dtypes, e4m3_file = WEIGHTS, False
+    tokens: int = choice(EXPERT_TOKENS, "_m{}")
 
 
 @dataclass(frozen=True)
 class ExpertUnionSpec(_Kernel):
     """``hidden states, units -> neurons, compact hidden states``: those that any pair of a unit fires."""
 
-    op: ClassVar[str] = "expert_union"
-
 
 @dataclass(frozen=True)
 class ExpertGatheredSpec(ExpertPackSpec):
     """``compact hidden states, neurons, w_down of experts, units -> z``: the down product of each pair."""
 
-    op: ClassVar[str] = "expert_gathered"
+    e4m3_file = True
 
 
 @dataclass(frozen=True)
 class ExpertSumSpec(_Kernel):
     """``z, pairs, weights -> y``: the sum over the experts of each token; z is fp32, or of ``dtype`` if ``rounded``."""
 
-    rounded: bool
-    op: ClassVar[str] = "expert_sum"
-    suffixes: ClassVar[Suffixes] = {"rounded": {True: "_rounded"}}
+    rounded: bool = flag(yes="_rounded")
 
 
 @dataclass(frozen=True)
 class RankSpec(Spec):
     """``popularity -> order, slot``: neurons sorted by popularity."""
 
-    op: ClassVar[str] = "rank"
-
 
 @dataclass(frozen=True)
 class ScatterSpec(Spec):
     """``values of the hybrid format's entries -> matrix``."""
-
-    op: ClassVar[str] = "scatter"
-
-
-# Quads of a thread of top_k.py, of 512 threads with eight neurons in each
-TOP_K_QUADS = (4, 16)
-
-
-@dataclass(frozen=True)
-class TopKSpec(Spec):
-    """``gate, k -> levels``: the k-th largest gate of each token, of at most 4,096 ``quads`` neurons of any dtype."""
-
-    quads: int
-    op: ClassVar[str] = "top_k"
-    suffixes: ClassVar[Suffixes] = {"quads": {quads: f"_n{4096 * quads}" for quads in TOP_K_QUADS}}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return {"quads": TOP_K_QUADS}
-
-
-@dataclass(frozen=True)
-class WindowSpec(_Kernel):
-    """``gate, level, below, above -> near, counts``: gates near thresholds; those up to the level become zero."""
-
-    op: ClassVar[str] = "window"
 
 
 @dataclass(frozen=True)
 class MatrixTransposeSpec(Spec):
     """``matrix -> matrix^T`` of values of so many ``bits``, 16 or 8."""
 
-    bits: int = 16
-    op: ClassVar[str] = "matrix_transpose"
-    suffixes: ClassVar[Suffixes] = {"bits": {8: "_bytes"}}
-
-    def choices(self) -> dict[str, tuple[Any, ...]]:
-        return {"bits": (16, 8)}
+    bits: int = choice((16, 8), {8: "_bytes"}, default=16)
 
 
 @dataclass(frozen=True)
 class TransposeSpec(_FamilyKernel):
     """``hybrid gate, gradients -> lists of tokens and packed coefficients`` by neuron tile."""
 
-    gated: bool
-    op: ClassVar[str] = "transpose"
-    suffixes: ClassVar[Suffixes] = {"gated": {False: "_plain"}}
     one_file = True
+    gated: bool = flag(no="_plain")
 
 
 @dataclass(frozen=True)
 class WeightGradSpec(_FamilyKernel):
     """``x, dy, packed coefficients by neuron tile -> weight gradients``."""
 
-    gated: bool
-    op: ClassVar[str] = "weight_grad"
-    suffixes: ClassVar[Suffixes] = {"gated": {False: "_plain"}}
+    gated: bool = flag(no="_plain")
 
 
 @dataclass(frozen=True)
 class OverflowSpec(_Kernel):
     """A pass over a batch whose non-zeros exceed the hybrid format's capacity, by dense products."""
-
-    op: ClassVar[str] = "overflow"
-
-
-def all_specs() -> tuple[Spec, ...]:
-    """Every spec that can be compiled; ``catalog.SHIPPED`` are those that ship."""
-    flags = (False, True)
-    return (
-        *(PackSpec(d) for d in DTYPES),
-        *(TopKSpec(q) for q in TOP_K_QUADS),
-        *(WindowSpec(d) for d in DTYPES),
-        *(GatePackSpec(d, t) for d in DTYPES for t in GATE_TOKENS),
-        *(GatePackSpec(E4M3, t, fast=f) for f, choices in E4M3_GATE_TOKENS.items() for t in choices),
-        *(DecodeSpec(d, kind, *shape) for d in WEIGHTS for kind in DECODE_KINDS for shape in decode_shapes(d, kind)),
-        *(QuantizeGateSpec(d, k) for d in DTYPES for k in QUANTIZE_K_CLASSES),
-        *(GateScreenSpec(d) for d in DTYPES),
-        *(QuantizeTokensSpec("bfloat16", s) for s in QUANTIZED),
-        *(
-            UpDownTokenSpec(d, k, c, g, family=f)
-            for f in FAMILIES
-            for d in DTYPES
-            for c, ks in token_k_classes(f).items()
-            for k in ks
-            for g in flags
-        ),
-        *(UpDownTokenSpec(E4M3, k, c, g) for c, ks in E4M3_TOKEN_K_CLASSES.items() for k in ks for g in flags),
-        *(UnpackSpec(d) for d in DTYPES),
-        *(RegluSpec(d, b) for d in DTYPES for b in flags),
-        *(CompactSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
-        *(SampledUpSpec(d, t, family=f) for f in FAMILIES for d in DTYPES for t in flags),
-        SampledUpSpec(E4M3, False),
-        ListCandidatesSpec(),
-        *(SampledGateSpec(d) for d in DTYPES),
-        *(SampledGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
-        *(GatheredSpec(d, p, family=f) for f in FAMILIES for d in DTYPES for p in range(3)),
-        GatheredSpec(E4M3, 0),
-        *(ExpertPairsSpec(d) for d in DTYPES),
-        *(ExpertPackSpec(d, t) for d in WEIGHTS for t in EXPERT_TOKENS),
-        *(ExpertUnionSpec(d) for d in DTYPES),
-        *(ExpertGatheredSpec(d, t) for d in WEIGHTS for t in EXPERT_TOKENS),
-        *(ExpertSumSpec(d, r) for d in DTYPES for r in flags),
-        *(ExpertDownSpec(d, k, 4, g) for d in DTYPES for k in EXPERT_K_CLASSES for g in flags),
-        RankSpec(),
-        ScatterSpec(),
-        MatrixTransposeSpec(),
-        MatrixTransposeSpec(8),
-        *(TransposeSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
-        *(WeightGradSpec(d, g, family=f) for f in FAMILIES for d in DTYPES for g in flags),
-        *(OverflowSpec(d) for d in DTYPES),
-    )
-
-
-def spec_from_symbol(symbol: str) -> Spec:
-    """The spec whose ``symbol`` this is; ValueError if there is none."""
-    for spec in all_specs():
-        if spec.symbol == symbol:
-            return spec
-    raise ValueError(f"no kernel is called {symbol!r}; `list --all` prints every name")

@@ -46,15 +46,13 @@ from cutlass.memory import SmemAllocator
 from . import feasible, geometry
 from .common import launch, operands
 from .common.activation import hidden, power
-from .common.copies import address, aligned, load_values, load_values_if, store_values
+from .common.copies import address, aligned, load_values_if
 from .common.token_list import TokenList
-from .common.token_pieces import HEAVY, THREADS, WARPS, Pieces, TokenPieces
-from .common.values import high_to_float, low_to_float, pack, warp_sum
+from .common.token_pieces import HEAVY, Pieces, TokenPieces
+from .common.token_sums import THREADS, WARPS
+from .common.values import high_to_float, low_to_float, warp_sum
 from .sm90.copies import send_float
 from .specs import E4M3, UpDownTokenSpec
-
-# pieces of a token whose sums a thread loads at a time
-AT_ONCE = 16
 
 
 class Operands(NamedTuple):
@@ -144,7 +142,7 @@ class TokenCluster(TokenList, TokenPieces):
         self.pitch = self.columns + (4 * 16 if spec.dtype == E4M3 else 0)
         self.words = max(self.lists, self.groups * self.pitch)
         # pieces are multiples of it
-        self.turn = spec.turn
+        self.turn = self.groups * self.rows
 
     @cute.jit
     def thread_index(self, k: Int32, rank):
@@ -246,22 +244,6 @@ class TokenCluster(TokenList, TokenPieces):
             piece += step
 
     # ---- the beginning ----
-
-    @cute.jit
-    def find_total(self, o: Operands, s: Views, at: Thread):
-        """The counter TOTAL: each of the CTAs that run first makes it, the first one writes it, later ones read it."""
-        found = Int32(0)
-        if cute.arch.block_idx()[0] < o.helpers * self.cluster:
-            count, tiles = Int32(0), o.stats.shape[0] * o.stats.shape[1]
-            figures = cute.make_tensor(o.stats.iterator, cute.make_layout((tiles, 2), stride=(2, 1)))
-            for tile in cutlass.range(at.thread, tiles, THREADS, unroll=4):
-                count += figures[tile, 0]
-            found = self.sum_of_all(s, count, at) + 1
-            if cute.arch.block_idx()[0] == 0 and at.thread == 0:
-                o.counters[geometry.TOTAL] = found
-        while found == 0:
-            found = Int32(cute.arch.load(o.counters.iterator + geometry.TOTAL, Int32, sem="relaxed", scope="gpu"))
-        return found
 
     @cute.jit
     def begin(self, s: Views):
@@ -411,130 +393,6 @@ class TokenCluster(TokenList, TokenPieces):
                 for i in range_constexpr(4):
                     acc[2 * i, v] += hidden[j] * low_to_float(rows[i, v, j], self.dtype)
                     acc[2 * i + 1, v] += hidden[j] * high_to_float(rows[i, v, j], self.dtype)
-
-    # ---- the end ----
-
-    @cute.jit
-    def store_token(self, o: Operands, s: Views, acc: cute.Tensor, m: Int32, at: Thread):
-        """Add the groups' sums in a fixed order and store this CTA's columns."""
-        if const_expr(self.groups > 1):
-            self.store_sums(o, s, acc, m, at)
-        else:
-            cute.arch.sync_threads()
-            for v in range_constexpr(self.vectors):
-                column = at.column + v * self.span * self.step
-                if column < at.columns:
-                    self.store_columns(o, acc[None, v], m, at.left + column)
-        if at.rank == 0 and at.thread == 0:
-            o.l1[m] = self.total(s)
-
-    @cute.jit
-    def store_columns(self, o, values, m, column):
-        """Add the bias to eight values of y, round and store them."""
-        if o.b_down.shape[0] > 0:
-            bias = load_values(o.b_down.iterator + column)
-            for i in range_constexpr(4):
-                values[2 * i] += low_to_float(bias[i], self.dtype)
-                values[2 * i + 1] += high_to_float(bias[i], self.dtype)
-        quad = cute.make_rmem_tensor((4,), Uint32)
-        for i in range_constexpr(4):
-            quad[i] = pack(values[2 * i], values[2 * i + 1], self.dtype)
-        store_values(address(o.y, m, column), quad)
-
-    @cute.jit
-    def store_sums(self, o: Operands, s: Views, acc: cute.Tensor, m: Int32, at: Thread):
-        """Add the groups' sums in shared memory and store y, a pair of columns per thread and time."""
-        self.share_sums(s, acc, at)
-        for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
-            self.store_pair(o, self.add_groups(s, column), m, at.left + column)
-
-    @cute.jit
-    def share_sums(self, s: Views, acc: cute.Tensor, at: Thread):
-        """Write each group's sums to shared memory."""
-        for v in range_constexpr(self.vectors):
-            target = s.sums + (at.group * self.columns + at.column + v * self.span * self.step)
-            cute.autovec_copy(acc[None, v], aligned(target, 8))
-        cute.arch.sync_threads()
-
-    def place_of(self, column: Int32) -> Int32:
-        """Where the sum of a column is."""
-        return column
-
-    @cute.jit
-    def add_groups(self, s: Views, column: Int32):
-        """The sums of two columns over the groups, in a fixed order."""
-        sums = cute.make_tensor(s.sums, cute.make_layout(self.groups * self.pitch))
-        pair, place = cute.make_rmem_tensor((2,), Float32), self.place_of(column)
-        for j in range_constexpr(2):
-            value = Float32(0.0)
-            for g in range_constexpr(self.groups):
-                value += sums[g * self.pitch + place + j]
-            pair[j] = value
-        return pair
-
-    @cute.jit
-    def store_pair(self, o: Operands, values: cute.Tensor, m: Int32, column: Int32):
-        """Add the bias to two values of y, round and store them."""
-        pair = cute.make_rmem_tensor((2,), self.dtype)
-        for j in range_constexpr(2):
-            value = values[j]
-            if o.b_down.shape[0] > 0:
-                value += o.b_down[column + j].to(Float32)
-            pair[j] = value.to(self.dtype)
-        cute.autovec_copy(pair, aligned(address(o.y, m, column), 2))
-
-    @cute.jit
-    def store_piece(self, o, s, acc, m, line, first, pieces, at):
-        """Store the sums of one of several pieces; the last CTA to do so for these columns adds them and stores y.
-
-        Its line in `sums` is `line`, that of the token's first piece is `first`.
-        """
-        self.share_sums(s, acc, at)
-        for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
-            cute.autovec_copy(self.add_groups(s, column), aligned(address(o.sums, line, at.left + column), 2))
-        end = o.y.shape[1]
-        if at.rank == 0 and at.thread == 0:
-            o.sums[line, end] = self.total(s)
-        # everything is stored, and `nonzeros` is free
-        cute.arch.sync_threads()
-        if at.thread == 0:
-            arrived = o.counters.iterator + (geometry.TOKEN_COUNTERS + m * self.cluster + at.rank)
-            s.nonzeros[0] = Uint32(cute.arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu"))
-        cute.arch.sync_threads()
-        if Int32(s.nonzeros[0]) == pieces - 1:
-            cute.arch.fence_acq_rel_gpu()
-            # four columns of y per thread, and behind those of the first CTA l1
-            for column in cutlass.range(4 * at.thread, at.columns + 4 * Int32(at.rank == 0), 4 * THREADS, unroll=1):
-                mine = column < at.columns
-                values = self.add_pieces(o, at.left + column if mine else end, first, pieces)
-                if mine:
-                    for i in range_constexpr(2):
-                        self.store_pair(o, values[2 * i : 2 * i + 2], m, at.left + column + 2 * i)
-                else:
-                    o.l1[m] = values[0]
-
-    @cute.jit
-    def add_pieces(self, o, column, first, pieces):
-        """The sums of four columns over the pieces, in their order; loads of `AT_ONCE` pieces are in flight."""
-        values = [Float32(0.0)] * 4
-        for base in cutlass.range(0, pieces, AT_ONCE, unroll=1):
-            quads = cute.make_rmem_tensor((4, AT_ONCE), Float32)
-            for p in range_constexpr(AT_ONCE):
-                # the last one again in place of those beyond
-                piece = cutlass.min(base + p, pieces - 1)
-                cute.autovec_copy(aligned(address(o.sums, first + piece, column), 4), quads[None, p])
-            for p in range_constexpr(AT_ONCE):
-                for i in range_constexpr(4):
-                    values[i] = values[i] + quads[i, p] if base + p < pieces else values[i]
-        return values
-
-    @cute.jit
-    def total(self, s: Views):
-        """The sum of |h| over the warps."""
-        everything = Float32(0.0)
-        for w in range_constexpr(WARPS):
-            everything += s.totals[w]
-        return everything
 
     def views(self, shared):
         """Tensors over the shared struct."""

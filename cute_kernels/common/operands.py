@@ -45,6 +45,15 @@ def e4m3(matrix: Any) -> Any:
     return cute.make_tensor(cute.recast_ptr(matrix.iterator, dtype=cutlass.Float8E4M3FN), matrix.layout)
 
 
+def factors(arguments: Any) -> tuple[Any, ...]:
+    """x and w of a product, its other operands, and `Scales`, which follow each if it is e4m3; else None."""
+    x, w, *others = arguments
+    if x.element_type is not cutlass.Uint8:
+        return x, w, others, None
+    x, x_scale, w, w_scale, *others = arguments
+    return e4m3(x), e4m3(w), others, Scales(x_scale, w_scale)
+
+
 def vector(dtype: Any, n: Any, align: int = 16) -> Any:
     """A contiguous vector [n]."""
     return make_fake_compact_tensor(dtype, (n,), assumed_align=align)

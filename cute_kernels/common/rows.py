@@ -16,11 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32, range_constexpr
 
-from .. import geometry
-from .values import count_flags, lanes_before, nonzero_flags, value_bits
-
-# most words of a tile
-MAX_WIDTH = geometry.words_per_tile(min(geometry.COMPRESSIONS))
+from .copies import store_values
+from .values import join_bytes, lanes_before, lowest_bit, nonzero_bytes, value_bits
 
 
 def spilled_word(values: Any, i: int, neuron: Any) -> Any:
@@ -56,34 +53,43 @@ def clear_arrivals(arrivals: Any, thread: Int32, threads: int) -> None:
 
 
 @cute.jit
-def pack_words(quad: Any, neuron: Uint32, words: Any, width: Int32, lane: Int32) -> Int32:
-    """Pack a tile's 256 values, eight per lane from `neuron` on, into `words` in shared memory.
+def store_tile(
+    quad: Any, target: Any, spilled: Any, neuron: Int32, width: Int32, within: Boolean, lane: Int32
+) -> Int32:
+    """Store a tile of 256 values, eight per lane from `neuron` on, unless it is not `within` the problem.
 
-    All `MAX_WIDTH` words are written: the count in the first, non-zeros up to word `width` - 1, zeros. Returns the
-    number of non-zeros: with `width` or more the tile overflows.
+    As words at `target`, and at `spilled` if they overflow: with `width` non-zeros or more. Returns their number. Words
+    go straight to their place, behind the zeros that another lane of the same warp has stored there.
     """
-    for i in range_constexpr(MAX_WIDTH // 32):
-        words[lane + 32 * i] = Uint32(0)
-    flags = nonzero_flags(quad)
-    own = count_flags(flags)
-    place = 1 + lanes_before(own)
+    mask = join_bytes(*nonzero_bytes(quad))
+    own = Int32(cute.arch.popc(mask))
     count = Int32(cute.arch.warp_redux_sync(own, "add"))
-    # until all lanes have cleared their words
-    cute.arch.sync_warp()
-    for i in range_constexpr(8):
-        if flags[i] & (place < width):
-            words[place] = value_bits(quad, i) | (neuron + i)
-        place += Int32(flags[i])
-    if lane == 0:
-        words[0] = Uint32(count)
+    place = 1 + lanes_before(own)
+    if within:
+        if 4 * lane < width:
+            line = cute.make_rmem_tensor((4,), Uint32)
+            for i in range_constexpr(4):
+                line[i] = Uint32(0)
+            line[0] = Uint32(count) if lane == 0 else Uint32(0)
+            store_values(target + 4 * lane, line)
+        # zeros before words
+        cute.arch.sync_warp()
+        while mask != 0:
+            bit = lowest_bit(mask)
+            mask = mask & (mask - 1)
+            if place < width:
+                word = nth_value(quad, bit) | Uint32(neuron + bit)
+                cute.make_tensor(target + place, cute.make_layout(1))[0] = Int32(word)
+            place += 1
+        if count >= width:
+            store_values(spilled, quad)
     return count
 
 
 @cute.jit
-def store_words(target: Any, words: Any, width: Int32, lane: Int32) -> None:
-    """Store the `width` words that `pack_words` has left in shared memory."""
-    cute.arch.sync_warp()
-    for i in range_constexpr(MAX_WIDTH // 32):
-        if lane + 32 * i < width:
-            cute.make_tensor(target, cute.make_layout(MAX_WIDTH))[lane + 32 * i] = Int32(words[lane + 32 * i])
-    cute.arch.sync_warp()
+def nth_value(quad: Any, i: Int32) -> Uint32:
+    """Value `i` of eight in bits 16-31, without an array in local memory."""
+    upper = i & 4 != 0
+    first, second = (cutlass.select_(upper, quad[2 + j], quad[j]) for j in range(2))
+    pair = Uint32(cutlass.select_(i & 2 != 0, second, first))
+    return pair & Uint32(0xFFFF0000) if i & 1 != 0 else pair << 16

@@ -54,7 +54,7 @@ class Up(NamedTuple):
     hidden: Any
     l1: Any
     activation: Any
-    scales: Any = None  # see sm90/sampled_up_e4m3.py
+    scales: Any  # of rows of x and w if these are e4m3, else None
 
 
 class Grad(NamedTuple):
@@ -175,18 +175,18 @@ class SampledUpForm(Sampler):
     @cute.jit
     def __call__(self, *arguments: Any):
         """x, w, the bias, the hybrid gate, the rest of `Up`, the capacity, the number of CTAs and the stream."""
-        x, w, bias, entries, neurons, chunks, sizes, *rest, capacity, max_ctas, stream = arguments
-        self.launch(Operands(x, w, entries, neurons, chunks, sizes, Up(bias, *rest)), capacity, max_ctas, stream)
-
-    def scaled(self, o: Operands, value: Float32, entry: Uint32, tile: Int32, position: Int32) -> Float32:
-        """The up projection of an entry before its bias."""
-        return value
+        x, w, others, scales = operands.factors(arguments)
+        bias, entries, neurons, chunks, sizes, *rest, capacity, max_ctas, stream = others
+        own = Up(*[bias, *rest, scales])
+        self.launch(Operands(x, w, entries, neurons, chunks, sizes, own), capacity, max_ctas, stream)
 
     @cute.jit
     def apply_entry(self, o: Operands, at: Int32, value: Float32, entry: Uint32, factor: Float32, tile, position):
         """Store the hidden state of one entry from its product `value`; returns |hidden|."""
         own = o.pointwise
-        value = self.scaled(o, value, entry, tile, position)
+        if const_expr(own.scales is not None):
+            token = tile * TILE_M + Int32((entry >> 6) & Uint32(127))
+            value = value * own.scales.w[widen(o.neurons[tile, position])] * own.scales.x[token]
         if own.bias.shape[0] > 0:
             value += own.bias[widen(o.neurons[tile, position])].to(Float32)
         h = hidden(high_to_float(entry, self.dtype), value, own.activation)

@@ -1,17 +1,18 @@
-"""Heavy tokens of up_down_token.py: who shares them, and how they are cut into pieces."""
+"""Heavy tokens of up_down_token.py: who shares them, how they are cut into pieces, and how these are added."""
 
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, range_constexpr
+from cutlass import Boolean, Float32, Int32, Uint32, range_constexpr
 
 from .. import geometry
-from ..specs import TOKEN_WARPS
+from .copies import address, aligned
+from .token_sums import THREADS, WARPS, TokenSums
 from .values import prefix_sum
 
-WARPS = TOKEN_WARPS
-THREADS = 32 * WARPS
+# pieces of a token whose sums a thread loads at a time
+AT_ONCE = 16
 # what a heavy token adds to SEEN, besides one
 HEAVY = 1 << 16
 
@@ -24,10 +25,11 @@ class Pieces(NamedTuple):
     each: Any  # tokens of a thread
 
 
-class TokenPieces:
-    """What helpers ask. `o` has y, counters, weights and helpers; `s` has before [THREADS + 1]."""
+class TokenPieces(TokenSums):
+    """What helpers ask. `o` has y, l1, stats, sums, counters, weights and helpers; `s` has before [THREADS + 1]."""
 
     turn: int
+    cluster: int
 
     @cute.jit
     def wait_for_tokens(self, o: Any, s: Any, at: Any):
@@ -106,3 +108,64 @@ class TokenPieces:
             searching = (first & 0xFFFF) + (own & 0xFFFF) <= piece
             m += 1
         return m - 1, listed, first & 0xFFFF, first >> 16
+
+    @cute.jit
+    def find_total(self, o: Any, s: Any, at: Any):
+        """The counter TOTAL: each of the CTAs that run first makes it, the first one writes it, later ones read it."""
+        found = Int32(0)
+        if cute.arch.block_idx()[0] < o.helpers * self.cluster:
+            count, tiles = Int32(0), o.stats.shape[0] * o.stats.shape[1]
+            figures = cute.make_tensor(o.stats.iterator, cute.make_layout((tiles, 2), stride=(2, 1)))
+            for tile in cutlass.range(at.thread, tiles, THREADS, unroll=4):
+                count += figures[tile, 0]
+            found = self.sum_of_all(s, count, at) + 1
+            if cute.arch.block_idx()[0] == 0 and at.thread == 0:
+                o.counters[geometry.TOTAL] = found
+        while found == 0:
+            found = Int32(cute.arch.load(o.counters.iterator + geometry.TOTAL, Int32, sem="relaxed", scope="gpu"))
+        return found
+
+    @cute.jit
+    def store_piece(self, o, s, acc, m, line, first, pieces, at):
+        """Store the sums of one of several pieces; the last CTA to do so for these columns adds them and stores y.
+
+        Its line in `sums` is `line`, that of the token's first piece is `first`.
+        """
+        self.share_sums(s, acc, at)
+        for column in cutlass.range(2 * at.thread, at.columns, 2 * THREADS, unroll=1):
+            cute.autovec_copy(self.add_groups(s, column), aligned(address(o.sums, line, at.left + column), 2))
+        end = o.y.shape[1]
+        if at.rank == 0 and at.thread == 0:
+            o.sums[line, end] = self.total(s)
+        # everything is stored, and `nonzeros` is free
+        cute.arch.sync_threads()
+        if at.thread == 0:
+            arrived = o.counters.iterator + (geometry.TOKEN_COUNTERS + m * self.cluster + at.rank)
+            s.nonzeros[0] = Uint32(cute.arch.atomic_add(arrived, Int32(1), sem="acq_rel", scope="gpu"))
+        cute.arch.sync_threads()
+        if Int32(s.nonzeros[0]) == pieces - 1:
+            cute.arch.fence_acq_rel_gpu()
+            # four columns of y per thread, and behind those of the first CTA l1
+            for column in cutlass.range(4 * at.thread, at.columns + 4 * Int32(at.rank == 0), 4 * THREADS, unroll=1):
+                mine = column < at.columns
+                values = self.add_pieces(o, at.left + column if mine else end, first, pieces)
+                if mine:
+                    for i in range_constexpr(2):
+                        self.store_pair(o, values[2 * i : 2 * i + 2], m, at.left + column + 2 * i)
+                else:
+                    o.l1[m] = values[0]
+
+    @cute.jit
+    def add_pieces(self, o, column, first, pieces):
+        """The sums of four columns over the pieces, in their order; loads of `AT_ONCE` pieces are in flight."""
+        values = [Float32(0.0)] * 4
+        for base in cutlass.range(0, pieces, AT_ONCE, unroll=1):
+            quads = cute.make_rmem_tensor((4, AT_ONCE), Float32)
+            for p in range_constexpr(AT_ONCE):
+                # the last one again in place of those beyond
+                piece = cutlass.min(base + p, pieces - 1)
+                cute.autovec_copy(aligned(address(o.sums, first + piece, column), 4), quads[None, p])
+            for p in range_constexpr(AT_ONCE):
+                for i in range_constexpr(4):
+                    values[i] = values[i] + quads[i, p] if base + p < pieces else values[i]
+        return values

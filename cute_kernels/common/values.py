@@ -74,6 +74,13 @@ def unpack_e4m3(word: Uint32) -> Any:
 
 
 @cute.jit
+def pairs_of_rows(word: Uint32, dtype: cutlass.Constexpr) -> Any:
+    """Two e4m3 columns of two rows, by rows in a word, as a pair of rows for each column."""
+    pairs, f16 = unpack_e4m3(Uint32(cute.arch.prmt(word, word, 0x3120))), cutlass.Float16
+    return [pack(low_to_float(pair, f16), high_to_float(pair, f16), dtype) for pair in pairs]
+
+
+@cute.jit
 def split_value(value: Float32, dtype: cutlass.Constexpr) -> Uint32:
     """Split one fp32 value into two of `dtype`: rounded in bits 0-15, its rounding error in bits 16-31.
 

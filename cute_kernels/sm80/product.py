@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32, const_expr, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, range_constexpr
 
-from ..common.copies import copy_async
+from ..common.copies import address, copy_async
 from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
 from ..common.swizzle import swizzle_piece
 
@@ -70,19 +70,6 @@ def swizzle(row: Any, piece: Any) -> Any:
 def lines_at_a_time(width: int) -> int:
     """Lines of so many values that all threads together copy at a time."""
     return THREADS * PIECE // width
-
-
-@cute.jit
-def tile_of(index: Int32, m_tiles: Int32, n_tiles: Int32, band: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """Row and column of a tile: bands of `band` rows of tiles, rows fastest.
-
-    The tiles that run at the same time then touch few rows of either matrix, which fit in L2 together.
-    """
-    before = index // (band * n_tiles)
-    height = cutlass.min(m_tiles - before * band, Int32(band))
-    inside = index - before * band * n_tiles
-    column = inside // height
-    return before * band + inside - column * height, column
 
 
 class Product:
@@ -214,6 +201,63 @@ class Product:
                 f.rB[j % 2, 2 * i + j // 2, block % 2] = four[j]
 
 
+class Source(NamedTuple):
+    """What a thread copies of an operand: address and pitch in bytes, and what there is from its first piece on."""
+
+    first: Any
+    pitch: Any
+    rows: Any
+    columns: Any
+
+
+class Dense(Product):
+    """Products of one dtype. An operand is K-major, or stored as lines of the sum's index."""
+
+    def __init__(self, dtype: Any, rows: int, a_k_major: bool, b_k_major: bool):
+        self.dtype, self.a_k_major, self.b_k_major = dtype, a_k_major, b_k_major
+        self.set_rows(rows)
+
+    @cute.jit
+    def add(self, ring, acc, a: cute.Tensor, b: cute.Tensor, row: Int32, column: Int32, start: Int32, steps: Int32):
+        """Add the products of so many `steps`, from term `start` on, to the sums of the tile at `row` and `column`."""
+        at = thread_index()
+        f = self.fragments(ring, at)._replace(acc=acc)
+        place = (
+            self.source(a, row, start, self.rows, self.a_k_major, at.thread),
+            self.source(b, column, start, TILE_N, self.b_k_major, at.thread),
+        )
+        self.begin(None, ring, f, place, Int32(0), at)
+        self.multiply_steps(None, ring, f, place, steps, Int32(0), at)
+        # before anything else is copied to the ring
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_threads()
+
+    @cute.jit
+    def source(
+        self, matrix, first: Int32, start: Int32, width: cutlass.Constexpr, k_major: cutlass.Constexpr, thread: Int32
+    ) -> Any:
+        """The source of an operand whose rows, or columns of lines, are `width` from `first` on in the tile."""
+        pieces = PIECES if const_expr(k_major) else width // PIECE
+        own, piece = thread // pieces, thread % pieces * PIECE
+        row, column = (first + own, start + piece) if const_expr(k_major) else (start + own, first + piece)
+        pitch = 2 * Int64(matrix.stride[0])
+        return Source(address(matrix, row, column).toint(), pitch, matrix.shape[0] - row, matrix.shape[1] - column)
+
+    @cute.jit
+    def load_piece(self, o, ring, place, step: Int32, stage: Int32, index: cutlass.Constexpr, thread: Int32):
+        from_a = index < self.rows // PASS
+        source = place[0] if const_expr(from_a) else place[1]
+        own = index if const_expr(from_a) else index - self.rows // PASS
+        if const_expr(self.a_k_major if from_a else self.b_k_major):
+            where = source.first + Int64(step) * (2 * TILE_K) + source.pitch * Int64(own * PASS)
+            exists = (step * TILE_K < source.columns) & (own * PASS < source.rows)
+            self.copy_piece(ring, where, stage, index, exists, thread)
+        else:
+            line = step * TILE_K + own * lines_at_a_time(self.rows if const_expr(from_a) else TILE_N)
+            exists = (line < source.rows) & (source.columns > 0)
+            self.copy_line_piece(ring, source.first + source.pitch * Int64(line), stage, from_a, own, exists, thread)
+
+
 @cute.jit
 def multiply(f: Any, buffer: cutlass.Constexpr, i: cutlass.Constexpr, dtype: cutlass.Constexpr) -> None:
     """Add the products of fragment `i` of A, 16 rows, by one of two sets of fragments."""
@@ -226,3 +270,19 @@ def multiply(f: Any, buffer: cutlass.Constexpr, i: cutlass.Constexpr, dtype: cut
         sums = mma_16x8x16(sums, *a, f.rB[0, n, buffer], f.rB[1, n, buffer], dtype)
         for j in range_constexpr(4):
             f.acc[j, n, i] = sums[j]
+
+
+@cute.jit
+def either(first: Boolean, one: cute.Tensor, other: cute.Tensor) -> Any:
+    """One of two row-major matrices, with the shape of `one`, which the caller knows to fit both."""
+    where = cutlass.select_(first, one.iterator.toint(), other.iterator.toint())
+    pointer = cute.make_ptr(one.element_type, where, cute.AddressSpace.gmem, assumed_align=16)
+    stride = cutlass.select_(first, one.stride[0], other.stride[0])
+    return cute.make_tensor(pointer, cute.make_layout(one.shape, stride=(stride, 1)))
+
+
+@cute.jit
+def rows_of(matrix: Any, first: Int32, count: Int32) -> Any:
+    """`count` rows of a matrix, from `first` on."""
+    start = (matrix.iterator + Int64(first) * matrix.stride[0]).align(16)
+    return cute.make_tensor(start, cute.make_layout((count, matrix.shape[1]), stride=matrix.stride))

@@ -8,7 +8,6 @@ of each in two panels, one for each of two mma groups.
 
 from typing import Any, NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Uint32, range_constexpr
@@ -17,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from .. import geometry
 from ..common.mma import load_matrices_transposed
 from ..common.swizzle import swizzle_piece
-from ..common.values import high_to_float, low_to_float, pack, unpack_e4m3
+from ..common.values import pairs_of_rows
 
 # columns of a WGMMA, and how often a group has them
 COLUMNS, BLOCKS = 64, 2
@@ -86,20 +85,13 @@ class E4m3Columns:
                     columns = cute.make_rmem_tensor(shape, self.dtype)
                     bits = cute.recast_tensor(columns, Uint32)
                     for i in range_constexpr(2):
-                        bits[2 * i], bits[2 * i + 1] = self.pairs_of(words[2 * k + i])
+                        bits[2 * i], bits[2 * i + 1] = pairs_of_rows(words[2 * k + i], self.dtype)
                     operands.append(columns)
                 warpgroup.fence()
                 for k in range_constexpr(LOADED // 16):
                     h = f.rH[None, None, LOADED // 16 * half + k, stage]
                     cute.gemm(f.mma, sums, operands[k][None, None, 0], h, sums)
                 warpgroup.commit_group()
-
-    @cute.jit
-    def pairs_of(self, word: Uint32):
-        """Two columns of two rows, by rows in a word, as a pair of rows for each column."""
-        pairs = unpack_e4m3(Uint32(cute.arch.prmt(word, word, 0x3120)))
-        f16 = cutlass.Float16
-        return [pack(low_to_float(pair, f16), high_to_float(pair, f16), self.dtype) for pair in pairs]
 
     def block_of(self, acc: Any, block: int) -> Any:
         """The sums of 64 of a thread's columns: [(token of two, column of two, every eighth token)]."""

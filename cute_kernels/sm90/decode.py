@@ -23,7 +23,7 @@ the list follows the neurons.
     PASSED[r]    1 arrival + bytes.            RETURNED[r] the same of reduced tokens.
 
 With up projections each CTA of a cluster must issue tiles and groups in one order. Then a decision depends only on what
-was issued `LAG` slots before. Each cluster writes its sums of y, and a second kernel adds them in order.
+was issued `LAG` slots before. Each cluster writes its sums of y, and decode_sums.py adds them in order.
 """
 
 from typing import Any, NamedTuple
@@ -35,19 +35,18 @@ from cutlass.memory import SmemAllocator
 
 from .. import feasible
 from ..common import launch, operands
-from ..common.copies import address, load_values_if
+from ..common.copies import address
 from ..common.mma import load_matrices, load_matrices_transposed, mma_16x8x16
 from ..specs import E4M3, DecodeSpec
 from .copies import load_row
 from .decode_list import RING, ROWS, WARPS, Lists, Place, Shared, any_bits, arrive, put, quad, word
+from .decode_sums import ClusterSums
 
 # groups that wait before they are preferred to a tile, and slots after which a decision knows what was issued
 BACKLOG, LAG = 4, 12
 # what a slot holds, if not a group of down rows by its index
 END, SUMS = -1, -2
 TILE, UP, DOWN = 1, 2, 3
-# of the kernel that adds: quads of a CTA, and loads of a thread in flight
-ADDED, IN_FLIGHT = 64, 8
 
 
 class Operands(NamedTuple):
@@ -68,11 +67,11 @@ class Operands(NamedTuple):
     y: Any  # [M, K]
 
 
-class Decode(Lists):
+class Decode(Lists, ClusterSums):
     """For a dtype, columns of a CTA, CTAs of a cluster, most tokens, and with or without a gate."""
 
     # whether h is multiplied by the weights of experts; whether rows of x and of the weights have scales
-    weighted, scaled = False, False
+    weighted = scaled = False
     operands: Any = Operands
     # words of shared memory for their routes
     expert_words = 0
@@ -81,12 +80,8 @@ class Decode(Lists):
         self.dtype = operands.DTYPES[spec.dtype]
         # of x and the weights
         self.value = cutlass.Uint8 if spec.dtype == E4M3 else self.dtype
-        self.gated, self.cluster, self.columns, self.tokens = (
-            spec.kind == "gated",
-            spec.cluster,
-            spec.columns,
-            spec.tokens,
-        )
+        self.gated = spec.kind == "gated"
+        self.cluster, self.columns, self.tokens = spec.cluster, spec.columns, spec.tokens
         # fragments of 8 tokens, and of 16 columns of a warp
         self.n_frags, self.k_frags = self.tokens // 8, self.columns // (16 * WARPS)
         # values of a word, and products along a warp's columns, of eight words each
@@ -168,18 +163,9 @@ class Decode(Lists):
         self.memory = feasible.check_shared_memory(Memory, 1)
         *given, clusters, stream = arguments
         o = self.operands(*given)
-        self.kernel(o).launch(
-            grid=(clusters * self.cluster, 1, 1),
-            block=(self.threads, 1, 1),
-            cluster=(self.cluster, 1, 1),
-            min_blocks_per_mp=1,
-            stream=stream,
-            use_pdl=True,
-        )
-        fragments = cute.ceil_div(o.w_down.shape[1], 16) * self.n_frags
-        self.add_clusters(o, clusters).launch(
-            grid=(cute.ceil_div(fragments * 32, ADDED), 1, 1), block=(4 * ADDED, 1, 1), stream=stream, use_pdl=True
-        )
+        ctas = clusters * self.cluster
+        launch.start(self.kernel(o), ctas, self.threads, stream, cluster=self.cluster, ctas_per_sm=1)
+        self.add(o, clusters, stream)
 
     @cute.kernel
     def kernel(self, o: Any):
@@ -498,46 +484,6 @@ class Decode(Lists):
                     line = (before + first + k) * self.n_frags + t
                     where = o.parts.iterator + (Int64(line) * 128 + 4 * at.lane)
                     cute.autovec_copy(y[None, t, k], quad(where))
-
-    @cute.kernel
-    def add_clusters(self, o: Any, clusters: Int32):
-        """Add the clusters' sums of y, in a fixed order: four threads for four values, all their loads at once."""
-        launch.start_next_early()
-        cute.arch.griddepcontrol_wait()
-        thread = cute.arch.thread_idx()[0]
-        own, quarter = thread % ADDED, thread // ADDED
-        shared = SmemAllocator().allocate_tensor(Float32, cute.make_layout((4, ADDED, 3)), byte_alignment=16)
-        index = cute.arch.block_idx()[0] * ADDED + own
-        line, lane = index // 32, index % 32
-        token = line % self.n_frags * 8 + (lane & 3) * 2
-        column = line // self.n_frags * 16 + (lane >> 2) * (2 if self.scaled else 1)
-        size = self.cluster * WARPS * self.k_frags * self.n_frags * 32
-        exists = (token < o.y.shape[0]) & (column < o.y.shape[1])
-        total, four = cute.make_rmem_tensor((4,), Float32), cute.make_rmem_tensor((4, IN_FLIGHT), Float32)
-        bits = cute.recast_tensor(four, Uint32)
-        total.fill(0.0)
-        first = quarter
-        while first < (clusters if exists else 0):
-            for j in range_constexpr(IN_FLIGHT):
-                where = o.parts.iterator + (Int64(first + 4 * j) * size + index) * 4
-                load_values_if(where, bits[None, j], first + 4 * j < clusters)
-            for j in range_constexpr(IN_FLIGHT):
-                for i in range_constexpr(4):
-                    total[i] += four[i, j]
-            first += 4 * IN_FLIGHT
-        if quarter > 0:
-            cute.autovec_copy(total, shared[None, own, quarter - 1])
-        cute.arch.sync_threads()
-        if (quarter == 0) & exists:
-            for part in range_constexpr(3):
-                for i in range_constexpr(4):
-                    total[i] += shared[i, own, part]
-            for i in range_constexpr(4):
-                m, k = token + i % 2, column + i // 2 * (1 if self.scaled else 8)
-                if (m < o.y.shape[0]) & (k < o.y.shape[1]):
-                    bias = o.b_down[k].to(Float32) if o.b_down.shape[0] > 0 else Float32(0.0)
-                    scale = o.down_scale[k] if const_expr(self.scaled) else Float32(1.0)
-                    o.y[m, k] = (total[i] * scale + bias).to(self.dtype)
 
 
 def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, range_constexpr
+from cutlass import Float32, Int32, range_constexpr
 
 from ..common import operands
 from ..common.mma import load_matrices_transposed, mma_16x8x16
-from ..common.values import high_to_float, low_to_float, pack, unpack_e4m3
+from ..common.values import pairs_of_rows
 from ..specs import DecodeSpec
 from . import decode
 from .decode_list import Shared
@@ -67,19 +67,12 @@ class DecodeE4m3(decode.Decode):
             words = load_matrices_transposed(source + 32 * k)
             for half in range_constexpr(2):
                 # rows 0-7 and 8-15 of sixteen columns, each as pairs of rows of even and of odd columns
-                low, high = self.pairs_of(words[half]), self.pairs_of(words[half + 2])
+                low, high = (pairs_of_rows(words[half + 2 * i], self.dtype) for i in range(2))
                 for t in range_constexpr(self.n_frags):
                     own = [y[j, t, 2 * k + half] for j in range(4)]
                     own = mma_16x8x16(own, *low, *high, b[0, t], b[1, t], self.dtype)
                     for j in range_constexpr(4):
                         y[j, t, 2 * k + half] = own[j]
-
-    @cute.jit
-    def pairs_of(self, word: Uint32) -> Any:
-        """Two columns of two rows, by rows in a word, as a pair of rows for each column."""
-        f16 = cutlass.Float16
-        pairs = unpack_e4m3(Uint32(cute.arch.prmt(word, word, 0x3120)))
-        return [pack(low_to_float(pair, f16), high_to_float(pair, f16), self.dtype) for pair in pairs]
 
     @cute.jit
     def scale(self, o: Any, s: Shared, sums: cute.Tensor, neuron: Int32, group: Int32, first: Int32, lane: Int32):

@@ -21,12 +21,11 @@ and all of K, so that fewer read the pairs. Weights are the A operand of WGMMA, 
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, Uint32, range_constexpr
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -34,8 +33,8 @@ from cutlass.tensor_utils import LayoutEnum
 from .. import feasible, geometry
 from ..common import launch, operands
 from ..common.activation import above, power
-from ..common.copies import address, store_values
-from ..common.rows import MAX_WIDTH, pack_words, store_words
+from ..common.copies import address, aligned, store_values
+from ..common.rows import store_tile
 from ..common.values import high_to_float, low_to_float, pack, relu_pack
 from ..specs import E4M3, EXPERT_TOKENS, ExpertPackSpec
 from .copies import Transfer, load_peer, partition, staged, tma_load
@@ -59,7 +58,7 @@ class Operands(NamedTuple):
     width: Any  # words per tile
     threshold: Any
     activation: Any
-    scales: Any = None  # of x and w, see expert_pack_e4m3.py
+    scales: Any  # of rows of x and w if these are e4m3, else None
 
 
 class Unit(NamedTuple):
@@ -102,13 +101,9 @@ class ExpertPack:
     @cute.jit
     def __call__(self, *arguments: Any):
         """x [M, K], w [E, N, K], the `Operands` and the stream."""
-        x, w, *given, stream = arguments
-        self.launch(x, w, Operands(*given), stream)
-
-    @cute.jit
-    def launch(self, x: cute.Tensor, w: cute.Tensor, o: Operands, stream: cuda.CUstream):
-        """Launch the kernel."""
-        stages = self.stages
+        x, w, others, scales = operands.factors(arguments)
+        *given, stream = others
+        o, stages = Operands(*[*given, scales]), self.stages
         shape = (self.neurons, self.pairs, self.tile_k)
         kinds = self.value, self.value, OperandMajorMode.K, OperandMajorMode.K, Float32
         mma = sm90.make_trivial_tiled_mma(*kinds, (self.groups, 1, 1), (64, self.pairs))
@@ -125,7 +120,6 @@ class ExpertPack:
         class Shared:
             full: cute.struct.MemRange[Int64, stages]
             empty: cute.struct.MemRange[Int64, stages]
-            rows: cute.struct.Align[cute.struct.MemRange[Uint32, MAX_WIDTH * self.warps], 16]
             sW: cute.struct.Align[cute.struct.MemRange[self.value, cute.cosize(w_layout)], 1024]
             sX: cute.struct.Align[cute.struct.MemRange[self.value, cute.cosize(x_layout)], 1024]
 
@@ -163,7 +157,7 @@ class ExpertPack:
                 self.load(ring, x, w, sX, sW, unit, column * self.parts + part, split, blocks)
             else:
                 self.mma(ring, mma, sX, sW, sums, blocks, thread)
-            self.epilogue(shared, sums, o, unit, rank, column, warp_index)
+            self.epilogue(sums, o, unit, rank, column, warp_index)
 
     @cute.jit
     def load(self, ring, x: Transfer, w: Transfer, sX, sW, unit: Unit, column: Int32, split: Int32, blocks: Int32):
@@ -216,7 +210,7 @@ class ExpertPack:
             sums[pair * self.pitch + (neuron >> 3) * 4 + (neuron & 3) + ((neuron >> 2) & 1) * self.upper] = acc[i]
 
     @cute.jit
-    def epilogue(self, shared, sums: cute.Tensor, o: Operands, unit: Unit, rank: Int32, column: Int32, warp_index):
+    def epilogue(self, sums: cute.Tensor, o: Operands, unit: Unit, rank: Int32, column: Int32, warp_index):
         """Make words and spill, or hidden states, of the cluster's partial sums: a warp takes `rounds` pairs.
 
         The last warp takes part only in the cluster barriers.
@@ -232,11 +226,10 @@ class ExpertPack:
         # no CTA reads a peer's sums any more
         cute.arch.cluster_arrive()
         if warp_index < self.warps:
-            buffer = cute.make_tensor(shared.rows.data_ptr() + warp_index * MAX_WIDTH, cute.make_layout(MAX_WIDTH))
             for i in range_constexpr(self.rounds):
                 pair = first + self.cluster * self.warps * i
                 if pair < unit.pairs:
-                    self.store(quads[None, i], unit.first + pair, column, o, buffer, neuron)
+                    self.store(quads[None, i], unit.first + pair, column, o, neuron)
         cute.arch.cluster_wait()
 
     @cute.jit
@@ -255,23 +248,27 @@ class ExpertPack:
                     four = load_peer(source + i * self.upper, split * self.parts + lane // lanes)
                     for j in range_constexpr(4):
                         values[4 * i + j] += four[j]
-            self.scale(values, o, unit, pair, neuron)
+            if const_expr(o.scales is not None):
+                self.scale(values, o, unit, pair, neuron)
             for i in range_constexpr(4):
                 two = above(relu_pack(values[2 * i], values[2 * i + 1], self.dtype), o.threshold, self.dtype)
                 quads[i, round] = two if neuron < o.hidden.shape[1] else Uint32(0)
 
-    def scale(self, values: cute.Tensor, o: Operands, unit: Unit, pair: Int32, neuron: Int32) -> None:
-        """What becomes of the sums of a unit's pair before the activation."""
+    @cute.jit
+    def scale(self, values: cute.Tensor, o: Operands, unit: Unit, pair: Int32, neuron: Int32):
+        """Multiply the sums of a unit's pair by the scales of its row of x and of the rows of w."""
+        if (pair < unit.pairs) & (neuron < o.hidden.shape[1]):
+            scales, of_pair = cute.make_rmem_tensor((8,), Float32), o.scales.x[unit.first + pair]
+            cute.autovec_copy(aligned(address(o.scales.w, unit.expert, neuron), 8), scales)
+            for i in range_constexpr(8):
+                values[i] = values[i] * scales[i] * of_pair
 
     @cute.jit
-    def store(self, quad: cute.Tensor, m: Int32, column: Int32, o: Operands, buffer: cute.Tensor, neuron: Int32):
+    def store(self, quad: cute.Tensor, m: Int32, column: Int32, o: Operands, neuron: Int32):
         """Write the words of one pair's tile, and its values if it overflows; or its hidden states."""
         if o.hidden.shape[0] == 0:
-            lane = cute.arch.lane_idx()
-            count = pack_words(quad, Uint32(neuron), buffer, o.width, lane)
-            store_words(address(o.words, m, column * o.width), buffer, o.width, lane)
-            if count >= o.width:
-                store_values(address(o.spill, m, neuron), quad)
+            target, spilled = address(o.words, m, column * o.width), address(o.spill, m, neuron)
+            store_tile(quad, target, spilled, neuron, o.width, Boolean(True), cute.arch.lane_idx())
         elif neuron < o.hidden.shape[1]:
             rounded = cute.make_rmem_tensor((4,), Uint32)
             for i in range_constexpr(4):
@@ -280,10 +277,20 @@ class ExpertPack:
             store_values(address(o.hidden, m, neuron), rounded)
 
 
-def fields(spec: ExpertPackSpec, n: Any) -> tuple[Any, ...]:
-    """The fake `Operands` for experts of ``n`` neurons."""
-    dtype = operands.DTYPES[spec.dtype]
-    return (
+def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
+    dtype, fp8, rows, n = (
+        operands.DTYPES[spec.dtype],
+        spec.dtype == E4M3,
+        cute.sym_int32(),
+        cute.sym_int32(divisibility=8),
+    )
+    k, count = cute.sym_int32(divisibility=16 if fp8 else 8), cute.sym_int32()
+    scaled = (
+        *(operands.bytes_by_rows(Uint8, rows, k), operands.strided(Float32, rows)),
+        *(operands.byte_slabs(count, n, k), operands.matrix(Float32, count, n)),
+    )
+    return ExpertPack(spec), (
+        *(scaled if fp8 else (operands.rows(dtype, rows, k), operands.slabs(dtype, count, n, k))),
         *operands.packed(dtype, cute.sym_int32()),
         operands.quads(cute.sym_int32()),
         operands.vector(Int32, cute.sym_int32()),
@@ -291,9 +298,3 @@ def fields(spec: ExpertPackSpec, n: Any) -> tuple[Any, ...]:
         Int32(geometry.words_per_tile(8)),
         *(Int32(0),) * 2,
     )
-
-
-def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
-    dtype, k, n = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    matrices = operands.rows(dtype, cute.sym_int32(), k), operands.slabs(dtype, cute.sym_int32(), n, k)
-    return ExpertPack(spec), (*matrices, *fields(spec, n))

@@ -40,15 +40,7 @@ from ..common.activation import above, level_of
 from ..common.copies import address, load_values, store_values
 from ..common.rows import clear_arrivals
 from ..common.swizzle import swizzle_piece
-from ..common.values import (
-    byte_sum,
-    bytes_before,
-    join_bytes,
-    lowest_bit,
-    nonzero_bytes,
-    relu_pack,
-    widen,
-)
+from ..common.values import byte_sum, bytes_before, join_bytes, lowest_bit, nonzero_bytes, relu_pack, widen
 from ..specs import GatePackSpec
 from .copies import Transfer, partition, staged, tma_load
 from .mma import accumulate, store_matrices_transposed
@@ -145,8 +137,9 @@ class GatePack:
     @cute.jit
     def __call__(self, *arguments: Any):
         """x, w, the `Operands`, the number of clusters and the stream."""
-        x, w, *given, max_clusters, stream = arguments
-        self.launch(x, w, Operands(*given), max_clusters, stream)
+        x, w, others, scales = operands.factors(arguments)
+        *given, max_clusters, stream = others
+        self.launch(x, w, Operands(*[*given, scales]), max_clusters, stream)
 
     @cute.jit
     def launch(self, x: cute.Tensor, w: cute.Tensor, o: Any, max_clusters: Int32, stream: cuda.CUstream):

@@ -36,13 +36,6 @@ class GatePackE4m3(GatePack):
         # behind the gate fp32 scales of the tokens, for two mma groups and two tiles
         self.set_sizes(spec.tokens, cutlass.Float8E4M3FN, self.dtype, spec.tokens * (TILE_N + 2 * 2 * 2))
 
-    @cute.jit
-    def __call__(self, *arguments: Any):
-        """As there, with the scales of rows behind x and w."""
-        x, x_scale, w, w_scale, *given, max_clusters, stream = arguments
-        o = Operands(*[*given, operands.Scales(x_scale, w_scale)])
-        self.launch(operands.e4m3(x), operands.e4m3(w), o, max_clusters, stream)
-
     def views(self, sW: Any, sX: Any, epilogue: Any) -> Any:
         return Views(sW, sX, epilogue, cute.recast_ptr(epilogue + self.tokens * TILE_N, dtype=Float32))
 

@@ -20,9 +20,9 @@ cute_kernels: common
 # kernels of one family, and those that every GPU shares
 cute_kernels: sm90
 cute_kernels: sm80
-cute_kernels: pack unpack reglu matrix_transpose compact scatter top_k window rank transpose sampled_grad
-    up_down_token up_down_token_e4m3 expert_pairs expert_down expert_union expert_sum quantize_gate quantize_tokens
-    list_candidates overflow
+cute_kernels: pack unpack reglu matrix_transpose compact compact_ranges compact_scan scatter top_k window rank
+    transpose sampled_grad up_down_token up_down_token_e4m3 expert_pairs expert_down expert_union expert_sum
+    quantize_gate quantize_tokens list_candidates overflow
 cute_kernels: compile catalog
 cute_kernels: __main__
 # the library: facts of a call

@@ -48,7 +48,7 @@ FAULTS = (
     ),
     Fault(
         "kernels: last token tile has all rows",
-        "cute_kernels/compact.py",
+        "cute_kernels/compact_ranges.py",
         "pairs = Int32(cutlass.min(Int64(stats.shape[0]) * stats.shape[1] - first, Int64(pairs)))",
         "pairs = Int32(pairs)",
         "tests/emulator/test_kernels.py -k token_tiles",
