@@ -130,6 +130,11 @@ class Spec:
     @property
     def module(self) -> str:
         """The module with the kernel, inside this package."""
+        return f"all_gpus.{self.file}"
+
+    @property
+    def file(self) -> str:
+        """The name of that module inside its folder."""
         return self.op
 
 
@@ -172,7 +177,7 @@ class _Kernel(Spec):
         return f"{self.op}_{self.dtypes[self.dtype]}{self.suffix}"
 
     @property
-    def module(self) -> str:
+    def file(self) -> str:
         return f"{self.op}_e4m3" if self.dtype == E4M3 and self.e4m3_file else self.op
 
 
@@ -196,8 +201,7 @@ class _FamilyKernel(_Kernel):
 
     @property
     def module(self) -> str:
-        module = super().module
-        return module if self.one_file else f"{self.family}.{module}"
+        return super().module if self.one_file else f"{self.family}.{self.file}"
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autodoc_type_aliases = {
-    "Strategy": "twell.functional.Strategy",
+    "Strategy": "twell.call.functional.Strategy",
     "DownLayout": "twell.nn.DownLayout",
     "Normalisation": "twell.recipe.Normalisation",
 }

@@ -19,7 +19,7 @@ from sphinx.application import Sphinx
 import twell
 
 # Modules whose names docstrings use.
-_MODULES = ("twell", "twell.nn", "twell.recipe", "twell.distributed", "twell.integrations.transformers")
+_MODULES = ("twell", "twell.nn", "twell.recipe", "twell.nn.distributed", "twell.integrations.transformers")
 _LITERAL = re.compile(r"(``.+?``)")
 _MARKUP = re.compile(r"[|\\]|(?<![\w*])\*(?=\S)|(?<=\w)_(?!\w)")
 _RULE = re.compile(r"=+( +=+)+$")

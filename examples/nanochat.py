@@ -16,7 +16,8 @@ from runs import NON_ZEROS, Sequences, Text, chart, new_tokenizer, tokenised
 from torch import Tensor, nn
 
 import twell
-from twell import _files, recipe
+from twell import recipe
+from twell.base import files
 from twell.commands.request import at_least, exit_status, number_above
 
 SIZES = {"depth": 4, "heads": 8, "vocab": 4096, "sequence": 256, "batch": 16, "steps": 500, "every": 10}
@@ -111,7 +112,7 @@ def run(arguments: list[str] | None) -> int:
             print("step {step:6}  loss {loss:.4f}  non-zeros {sparsity_l0:.1f}".format(**history[-1]), flush=True)
             chart(history, choice.out)
             state = {"history": history, "step": step + 1, "given": given}
-            with _files.replacing(choice.out / "state.pt") as partial:
+            with files.replacing(choice.out / "state.pt") as partial:
                 torch.save(state | {name: part.state_dict() for name, part in parts.items()}, partial)
     return 0
 

@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from runs import Text, fit, parse, require, sequences
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from twell import _files, recipe
+from twell import recipe
+from twell.base import files
 from twell.commands.request import RequestError, exit_status
 from twell.integrations import layouts
 from twell.integrations import transformers as twell_hf
-from twell.nn import SparseFFN
+from twell.nn.layers import SparseFFN
 
 FAMILY = ["fatrelu", "relu", "relu2", "drelu"]
 
@@ -124,7 +125,7 @@ def compare(options: Options, out: Path, found: dict[str, dict[str, float]]) -> 
         for name, loss in (("the original's", original), ("after as long", found["dense"]["eval_loss"])):
             lines.append(f"  {name}: {loss:.4f} ({100 * (sparse['eval_loss'] / loss - 1):+.2f} %)")
     report = {"original_loss": original, **found, "said": lines}
-    _files.write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
+    files.write_text(out / "report.json", json.dumps(report, indent=1) + "\n")
     return lines
 
 

@@ -29,7 +29,7 @@ from transformers import (
     default_data_collator,
 )
 
-from twell import _files
+from twell.base import files as _files
 from twell.commands.request import RequestError
 
 END = "<|endoftext|>"

@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from transformers import AutoTokenizer, TrainerCallback, set_seed
 
-from twell import _files
+from twell.base import files
 from twell.commands.request import RequestError, exit_status
-from twell.nn import SparseAutoencoder
+from twell.nn.layers import SparseAutoencoder
 
 # by activation: the coefficients of the L1 or L0 term, or k
 SPARSITY = {"relu": [0.3, 1.0, 3.0, 10.0], "jumprelu": [0.1, 0.3, 1.0, 3.0]}
@@ -223,7 +223,7 @@ def run(arguments: list[str] | None) -> int:
         # one that has ended before was not trained again
         sae.load_state_dict(load_file(out / f"{sparsity:g}" / "final" / "model.safetensors"))
         rows.append(evaluate(sae, activations, held))
-        _files.write_text(out / "results.json", json.dumps(rows, indent=1) + "\n")
+        files.write_text(out / "results.json", json.dumps(rows, indent=1) + "\n")
         print("held-out text:", "  ".join(f"{name} {value:.4g}" for name, value in rows[-1].items()), flush=True)
     chart(rows, out / "chart.png")
     return 0

@@ -4,7 +4,7 @@
  * each with what the code declares, and calls the kernels in turn, with tensors that are parts of those given. It
  * returns 0 when it ran; 1 + i when tensor i is not as declared, and then it has called nothing. The error of a kernel
  * is the function's own, and no later kernel runs. It knows nothing of the kernels: which arguments each gets is data,
- * written by twell/_runtime/program.py.
+ * written by twell/runtime/program.py.
  *
  * code, int64:
  *   FORMAT; the numbers of tensors given, arguments, views, launches, dimensions of all views, dimensions of operands
@@ -26,7 +26,7 @@
 #include <string.h>
 #include <tvm/ffi/c_api.h>
 
-/* twell/_runtime/host.py has the same number; change both where the code changes */
+/* twell/runtime/host.py has the same number; change both where the code changes */
 enum { FORMAT = 1 };
 /* a call keeps this much on the stack: 4 KB for the arguments of a launch, which are far fewer */
 enum { MOST_TENSORS = 64, MOST_ARGUMENTS = 64, MOST_NUMBERS = 1 << 24 };

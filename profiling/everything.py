@@ -30,9 +30,9 @@ from typing import Any
 
 import twell
 from profiling.measurements import ALL, Measurement, shown_command
-from twell import _files
-from twell._runtime import fingerprint
+from twell.base import files
 from twell.commands.request import RequestError, at_least, exit_status
+from twell.runtime import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -185,7 +185,7 @@ class Runner:
                 return 2
             ended.append([taken, status])
             text = json.dumps({"kernels": present(), "done": self.done}, indent=1)
-            _files.write_text(self.out / "done.json", text + "\n")
+            files.write_text(self.out / "done.json", text + "\n")
         return int(any(status for _, status in ended))
 
     def execute(self, name: str, command: str) -> int:

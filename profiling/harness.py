@@ -24,11 +24,11 @@ from torch import Tensor
 
 import twell
 from profiling.device import Ceilings, Device, Gpu
-from twell import _files
-from twell._runtime import nvtx
+from twell.base import files
 from twell.commands import tune
 from twell.commands.request import RequestError, at_least, number_above, pick_device
 from twell.commands.timing import FAILURES, Call, Recording, measure, reason, spread
+from twell.runtime import nvtx
 from twell.testing import Comparison
 
 Row = dict[str, Any]
@@ -305,7 +305,7 @@ def write_json(path: Path, rows: Sequence[Any], **facts: Any) -> None:
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts = {"machine": facts.pop("machine"), "date": date, **facts, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)
-    _files.write_text(path, json.dumps(_finite(facts), indent=1, allow_nan=False) + "\n")
+    files.write_text(path, json.dumps(_finite(facts), indent=1, allow_nan=False) + "\n")
 
 
 def _holds_path(value: Any) -> bool:

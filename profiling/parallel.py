@@ -35,11 +35,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from profiling.bench.models_random import Pattern, build, cast, draw, draw_ids, paper_nnz, parse_sizes
 from profiling.harness import SETTLING, Row, show, write_json
-from twell import _sparsify, recipe, testing
+from twell import recipe, testing
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.commands.timing import FAILURES, reason, spread
-from twell.distributed import tensor_parallel_plan
-from twell.nn import set_down_layout
+from twell.integrations import sparsify
+from twell.nn.distributed import tensor_parallel_plan
+from twell.nn.layers import set_down_layout
 from twell.recipe._tracker import strategy_of
 
 MODES = ("ddp", "fsdp", "tp")
@@ -110,7 +111,7 @@ class Steps:
         self.model: Any = copy.deepcopy(base).to(here.device)
         self.model.train()
         recipe.record_aux(self.model)
-        self.layers = _sparsify.layers(self.model)
+        self.layers = sparsify.layers(self.model)
         # "auto" is dense on a CPU
         sparse: Any = "auto" if here.device.type == "cuda" else "union"
         for layer in self.layers.values():

@@ -168,9 +168,9 @@ def e4m3() -> str:
 
 def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
-    from twell._analyze import calls
-    from twell._text import as_percent
+    from twell.base.text import as_percent
     from twell.choose import cards
+    from twell.integrations.analyze import calls
 
     known = {
         "SparseLM 2B": (True, 2048, 5632),
@@ -365,7 +365,7 @@ def main() -> int:
         if filled != text and arguments.check:
             wrong.append(str(path.relative_to(ROOT)))
         elif filled != text:
-            from twell import _files
+            from twell.base import files as _files
 
             _files.write_text(path, filled)
     if arguments.check and (note := of_other_kernels()):

@@ -17,11 +17,11 @@ from torch import Tensor
 
 import twell
 from profiling.draw.common import markdown
-from twell._analyze import experts
-from twell._analyze.layers import WatchedExperts, WatchedLayer, found, observe
 from twell.commands import saved_model
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.integrations import experts as stacked
+from twell.integrations.analyze import experts
+from twell.integrations.analyze.layers import WatchedExperts, WatchedLayer, found, observe
 
 DESCRIPTION = """\
 Run a model on text and write the inputs of the chosen feed-forward layers and their gate weights in bfloat16: workloads

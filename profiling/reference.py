@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 # Modules of docs/api.md, and the commands of docs/command-line.md.
-MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed")
+MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.nn.distributed")
 COMMANDS = ("demo", "info", "tune", "analyze")
 
 

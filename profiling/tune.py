@@ -20,12 +20,12 @@ from typing import Any
 
 from profiling.bench.portable import kernels_of
 from profiling.draw.common import loads
-from twell import _files
-from twell._runtime import specs
+from twell.base import files
 from twell.choose import cards
 from twell.choose.cards import Card
 from twell.commands import tune
 from twell.commands.request import exit_status
+from twell.runtime import specs
 
 
 def write_rows(path: Path | None, rows: Sequence[tune.Row], **about: Any) -> None:
@@ -34,7 +34,7 @@ def write_rows(path: Path | None, rows: Sequence[tune.Row], **about: Any) -> Non
         return
     text = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _files.write_text(path, f'{json.dumps(about)[:-1]}, "rows": [\n{text}\n]}}\n')
+    files.write_text(path, f'{json.dumps(about)[:-1]}, "rows": [\n{text}\n]}}\n')
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def ship(card: Card, path: Path = cards.PATH) -> Path:
     own = [i for i, each in enumerate(ships) if (each.gpu, each.family) == (card.gpu, card.family)]
     at = own[0] if own else len(ships)
     ships[at : at + 1] = [card]
-    _files.write_text(path, json.dumps([cards.as_json(each) for each in ships], indent=1) + "\n")
+    files.write_text(path, json.dumps([cards.as_json(each) for each in ships], indent=1) + "\n")
     return path
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from twell._runtime import device, host, packaged
+from twell.runtime import device, host, packaged
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from twell import tuning
-from twell._runtime import device as driver
-from twell._runtime import geometry, specs
-from twell.choose import cards
+from twell.choose import cards, tuning
+from twell.runtime import device as driver
+from twell.runtime import geometry, specs
 
 HELP = "run the kernels of the portable family on this GPU"
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell._activation import RELU, Activation
-from twell._runtime.program import Program
+from twell.base.activation import RELU, Activation
 from twell.ops import pack, screened, union
 from twell.ops.library import laid, new
 from twell.ops.operands import Layer, Views, run
+from twell.runtime.program import Program
 
 
 def union_layer(layer: Sequence[Any], compression: int = 8, activation: Activation = RELU) -> tuple[Tensor, ...]:

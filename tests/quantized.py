@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from twell import reference
-from twell._runtime import screen
+from twell.ops import reference
+from twell.runtime import screen
 
 # Most that a rotated value may be off, in units of the scale. A row is off by less than ROTATION of its norm, which is
 # up to sqrt(K) times 126.5 units, and a single value by far less.

@@ -27,7 +27,7 @@ PRELOAD = [
         "torch.distributed.fsdp",
         *("torch.distributed.checkpoint.state_dict", "numpy", "tokenizers"),
     ),
-    *("twell.nn", "twell.distributed", "twell.integrations.transformers", "twell.recipe", "twell.testing"),
+    *("twell.nn", "twell.nn.distributed", "twell.integrations.transformers", "twell.recipe", "twell.testing"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3")),
     *("transformers.trainer", "accelerate"),
 ]

@@ -32,9 +32,10 @@ from torch import Tensor
 from tests.cases.judged import Mismatch, Result
 from tests.cases.verdicts import judge, same_bits
 from tests.fuzz import usable
-from twell import ops, testing, tuning
-from twell._runtime import geometry, specs
-from twell.float8 import Float8
+from twell import ops, testing
+from twell.choose import tuning
+from twell.ops.float8 import Float8
+from twell.runtime import geometry, specs
 from twell.testing.calls import Outputs, caller
 from twell.testing.case import KINDS, Case
 from twell.testing.operands import build, laid_out

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
 
-from twell._files import replacing  # noqa: E402
+from twell.base.files import replacing  # noqa: E402
 
 # folders of a checkout; scratch/ is for experiments and need not exist
 FOLDERS = ("tests", "profiling", "examples", "scratch")

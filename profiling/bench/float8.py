@@ -13,10 +13,11 @@ import twell
 from profiling import harness
 from profiling.bench.workloads import parse
 from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, verdict
-from twell import float8, testing
+from twell import testing
 from twell.commands import tune
 from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
+from twell.ops import float8
 from twell.testing import Comparison
 from twell.testing.quantised import Quantised
 

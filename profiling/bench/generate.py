@@ -14,7 +14,7 @@ from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way
 from twell.commands.request import at_least, number_above
 from twell.commands.timing import Call
 from twell.integrations.transformers import sparsify
-from twell.nn import explain
+from twell.nn.layers import explain
 
 NAME = "profiling.bench generate"
 DESCRIPTION = """\

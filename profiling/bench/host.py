@@ -15,7 +15,7 @@ from profiling.harness import Bench, Case, Row, Variant, Way, agrees
 from twell import testing
 from twell.commands import tune
 from twell.commands.timing import Call
-from twell.nn import SparseFFN, SparseGatedMLP
+from twell.nn.layers import SparseFFN, SparseGatedMLP
 from twell.testing import FFN
 
 NAME = "profiling.bench host"

@@ -15,12 +15,12 @@ from profiling.bench import others
 from profiling.bench.workloads import EXPLAINED, NAMED, Source, parse
 from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, agrees, ratio, verdict, whole
 from twell import testing
-from twell._activation import NAMES, activation_of
-from twell._runtime import geometry, specs
+from twell.base.activation import NAMES, activation_of
 from twell.choose import plan, rates
 from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
-from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, set_down_layout
+from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP, set_down_layout
+from twell.runtime import geometry, specs
 from twell.testing import FFN, Comparison
 from twell.testing.calls import caller, linear
 

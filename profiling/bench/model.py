@@ -33,13 +33,14 @@ from profiling.bench.models_random import (
     parse_sizes,
 )
 from profiling.harness import SETTLING, Bench, Case, Row, Settled, Variant, Verdict, Way, ratio
-from twell import _sparsify, recipe, testing
-from twell._analyze import report
-from twell._analyze.layers import found
+from twell import recipe, testing
 from twell.commands import saved_model
 from twell.commands.request import RequestError, at_least, number_above, number_from, pick_device
 from twell.commands.timing import Call
-from twell.nn import set_down_layout
+from twell.integrations import sparsify
+from twell.integrations.analyze import report
+from twell.integrations.analyze.layers import found
+from twell.nn.layers import set_down_layout
 from twell.recipe._tracker import strategy_of
 from twell.testing import Errors
 
@@ -159,7 +160,7 @@ class Operation:
         model = copy.deepcopy(self.model, {id(tensor): tensor for tensor in self.model.parameters()})
         # the first variant does it for all
         set_down_layout(model, "rows")
-        layers = _sparsify.layers(model)
+        layers = sparsify.layers(model)
         for name, layer in layers.items():
             layer.strategy = "auto" if kind.startswith("sparse") else "dense"
             if name in self.sites and layer.strategy == "auto":
@@ -211,7 +212,7 @@ class Operation:
         """What is compared, of passes of ``size`` sequences: the mean over equal parts is the mean of their means."""
         if not self.training:
             return [torch.cat([self.one_pass(model, dtype, part) for part in tokens.split(size)])]
-        for layer in _sparsify.layers(model).values():
+        for layer in sparsify.layers(model).values():
             layer.strategy = "dense" if dtype is None else layer.strategy
         model.train()
         recipe.record_aux(model)
@@ -244,7 +245,7 @@ class Operation:
         model, device = settled.call.model, self.bench.device  # type: ignore[attr-defined]
         row |= self.found
         kind = "training" if self.training else "inference"
-        row["strategies"] = dict(Counter(strategy_of(each, kind) for each in _sparsify.layers(model).values()))
+        row["strategies"] = dict(Counter(strategy_of(each, kind) for each in sparsify.layers(model).values()))
         if row["red"]:
             return
         # the first step makes the optimizer's state

@@ -29,8 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import testing
-from twell._analyze.layers import found, observe
 from twell.commands.request import RequestError
+from twell.integrations.analyze.layers import found, observe
 from twell.testing.workloads import bisected
 
 

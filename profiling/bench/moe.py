@@ -12,11 +12,12 @@ from torch import Tensor
 
 import twell
 from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, ratio, verdict
-from twell import float8, testing
-from twell._activation import activation_of
+from twell import testing
+from twell.base.activation import activation_of
 from twell.commands.request import at_least, number_from
 from twell.commands.timing import Call
-from twell.float8 import Float8
+from twell.ops import float8
+from twell.ops.float8 import Float8
 from twell.testing import Comparison, Errors
 from twell.testing.experts import FIRING, Mixture, dense_experts, draw_experts, float64_experts, hidden_of
 

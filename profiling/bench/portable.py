@@ -10,10 +10,11 @@ from torch import Tensor
 
 from profiling.bench.workloads import Source, parse
 from profiling.harness import Bench, Case, Row, Variant, Way, agrees, beside
-from twell import ops, testing, tuning
-from twell._runtime import program, specs
+from twell import ops, testing
+from twell.choose import tuning
 from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
+from twell.runtime import program, specs
 from twell.testing import FFN
 
 NAME = "profiling.bench portable"

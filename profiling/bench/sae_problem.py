@@ -10,7 +10,7 @@ from torch import Tensor
 import twell
 from profiling.harness import Verdict, verdict
 from twell import testing
-from twell._runtime import geometry
+from twell.runtime import geometry
 from twell.testing.comparison import compare_errors, gradient_errors
 from twell.testing.operands import halfway, largest, sums, undecided
 

@@ -13,18 +13,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from twell import nn, ops
-from twell._analyze import Analysis, analyze
-from twell._compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
-from twell._execution import Aux
-from twell._quantize import quantize_
-from twell._runtime import log
-from twell._sparsify import sparsify_
+from twell.call.execution import Aux
+from twell.call.experts import sparse_experts
+from twell.call.functional import pack, sparse_ffn, sparse_gated_ffn, sparse_up_down
+from twell.call.packed import PackedTwell
 from twell.choose.site import AutoStrategy
-from twell.experts import sparse_experts
-from twell.float8 import Float8, quantize
-from twell.functional import pack, sparse_ffn, sparse_gated_ffn, sparse_up_down
-from twell.nn import explain
-from twell.packed import PackedTwell
+from twell.integrations.analyze import Analysis, analyze
+from twell.integrations.quantize import quantize_
+from twell.integrations.sparsify import sparsify_
+from twell.nn.compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
+from twell.nn.layers import explain
+from twell.ops.float8 import Float8, quantize
+from twell.runtime import log
 
 __version__ = "0.3.0"
 
@@ -55,8 +55,11 @@ __all__ = [
     "sparsify_",
 ]
 
-# imported at first use: they take time or need more of torch
-_SUBMODULES = ("distributed", "integrations", "recipe", "reference", "testing")
+# imported at first use, by their names here: they take time or need more of torch
+_SUBMODULES = {name: f"{__name__}.{name}" for name in ("integrations", "recipe", "testing")} | {
+    "distributed": f"{__name__}.nn.distributed",
+    "reference": f"{__name__}.ops.reference",
+}
 
 if not TYPE_CHECKING:
 
@@ -64,7 +67,7 @@ if not TYPE_CHECKING:
         if name not in _SUBMODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            return importlib.import_module(f"{__name__}.{name}")
+            return importlib.import_module(_SUBMODULES[name])
         except ImportError as error:
             raise AttributeError(f"{__name__}.{name} cannot be imported: {error}") from error
 

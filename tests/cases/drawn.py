@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from twell._runtime import geometry
+from twell.runtime import geometry
 from twell.testing.case import KINDS, PATTERNS, Case
 
 T = TypeVar("T")

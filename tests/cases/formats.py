@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.cases.judged import Mismatch, Result, judge_bits, judge_elements, judge_reals
-from twell._runtime import geometry
+from twell.runtime import geometry
 from twell.testing.bounds import Right, Value, solve
 from twell.testing.case import Case
 from twell.testing.exact import EXACT_LIMIT

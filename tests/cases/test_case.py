@@ -16,10 +16,12 @@ from tests.cases.drawn import Limits, draw
 from tests.cases.pinned import ON_GPUS, PINNED
 from tests.cases.pinned import cases as cases_of
 from tests.cases.verdicts import attempt, verdict
-from twell import _choice, _projections, float8, testing
-from twell._activation import Activation
-from twell._runtime import geometry
-from twell.ops import hybrid
+from twell import testing
+from twell.base.activation import Activation
+from twell.call import choice
+from twell.nn import projections
+from twell.ops import float8, hybrid
+from twell.runtime import geometry
 from twell.testing import calls, comparison, formula, operands
 from twell.testing import case as cases
 from twell.testing.bounds import solve
@@ -294,9 +296,9 @@ FAULTS: dict[str, tuple[tuple[str, ...], list[tuple[str, str]], Callable[[Op], O
     "up weights behind a gate": (("given",), [(OP, "hybrid_backward")], changes(of_weights), "w_up"),
     "slots": (("experts",), [(f"{OP}.experts", "_sums")], weighs_all_slots_alike, "y "),
     "static": (("layer",), [(f"{OP}.e4m3", "tokens_of")], ignores_static_scales, "y"),
-    "windows": (("autoencoder",), [("twell._choice", "_of_thresholds")],
+    "windows": (("autoencoder",), [("twell.call.choice", "_of_thresholds")],
                 changes(lambda out, given: out.mul_(1.01)), "threshold"),
-    "codes": (("autoencoder",), [("twell._choice", "largest")], takes_the_last, ""),
+    "codes": (("autoencoder",), [("twell.call.choice", "largest")], takes_the_last, ""),
     "a pair's y": (("pair",), [(OP, "hybrid_forward")], changes(lambda out, given: out[0].mul_(1.02)), "y"),
     "words": (("pack",), [(OP, "gate_pack")], changes(lambda out, given: out[0][:1, :1].add_(1)), ""),
     "spilled words": (("pack",), [(OP, "gate_pack")], changes(loses_the_last_entry), "words"),
@@ -326,12 +328,12 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_scale_of_an_adapter_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = _projections.Projection.raising
+    plain = projections.Projection.raising
 
     def unscaled(own: Any, sources: Any) -> Any:
         return [part._replace(scale=1) for part in plain(own, sources)]
 
-    monkeypatch.setattr(_projections.Projection, "raising", unscaled)
+    monkeypatch.setattr(projections.Projection, "raising", unscaled)
     for line in ("layer rank=3 module=True down_layout=linear", "layer exact=False rank=3 module=True wants=all"):
         assert verdict(Case.of(f"{line} strategy=union")).startswith("y")
 
@@ -363,7 +365,7 @@ def grows(place: int, factor: float) -> Callable[[Op], Op]:
     [
         ("twell.ops.ffn", "behind_on_cpu", rounds_h, MANY, "y: the error is"),
         (OP, "hybrid_backward_accumulate", is_off_in_a_rare_neuron, RARE, "main w_up: a row is off"),
-        ("twell.float8", "formula", grows(0, 1.1), "layer exact=False scales=row", "y: "),
+        ("twell.ops.float8", "formula", grows(0, 1.1), "layer exact=False scales=row", "y: "),
         (f"{OP}.experts", "_sums", grows(0, 1.03), "experts exact=False experts=3", "y: "),
         (OP, "hybrid_backward", grows(1, 1.03), "given exact=False wants=gate", "gate: "),
     ],
@@ -395,17 +397,17 @@ def test_the_last_of_equal_gates_in_place_of_the_first_are_found(monkeypatch: py
 
 
 def test_a_threshold_on_a_window_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = _choice.bounds
+    plain = choice.bounds
 
     def wider(level: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
         low, high = plain(level, bandwidth)
-        return _choice._next(low, -1), _choice._next(high, 1)
+        return choice._next(low, -1), choice._next(high, 1)
 
     case = Case.of(
         "autoencoder activation=jumprelu bandwidth=4.0 train=True wants=threshold aux=True l1=True density=0.4"
     )
     assert verdict(case) == "ok"
-    monkeypatch.setattr(_choice, "bounds", wider)
+    monkeypatch.setattr(choice, "bounds", wider)
     assert "threshold differs" in verdict(case)
 
 

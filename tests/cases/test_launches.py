@@ -8,7 +8,7 @@ import torch
 from tests.cases.drawn import Limits
 from tests.cases.pinned import PINNED
 from tests.cpu import fake_gpu
-from twell._runtime import geometry, specs
+from twell.runtime import geometry, specs
 from twell.testing.calls import caller, surroundings
 from twell.testing.case import Case
 from twell.testing.operands import build, laid_out

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.cases.formats import judge_format
 from tests.cases.judged import Mismatch, Result, difference, judge_elements, judge_reals
-from twell.float8 import Float8
+from twell.ops.float8 import Float8
 from twell.testing import bits, comparison
 from twell.testing.bounds import solve
 from twell.testing.calls import Outputs, caller, dense, surroundings

@@ -8,7 +8,7 @@ from torch import Tensor
 import twell
 from twell.choose import rates
 from twell.choose.rates import Figures, Problem
-from twell.nn import SparseGatedMLP, set_down_layout
+from twell.nn.layers import SparseGatedMLP, set_down_layout
 
 BF16 = torch.bfloat16
 K, N = 32, 264

@@ -56,7 +56,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def entries_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, no loaded kernels and no packaged library; the folder of entries."""
-    from twell._runtime import cache, log, packaged, resolve
+    from twell.runtime import cache, log, packaged, resolve
 
     for name in ("TWELL_JIT", "TWELL_LOG", "TWELL_NVTX", "TWELL_DEBUG"):
         monkeypatch.delenv(name, raising=False)

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import _modes
-from twell._runtime import device, host, kernel_module, program, resolve, specs
-from twell._runtime.program import Program, View
 from twell.ops import library
+from twell.runtime import device, host, kernel_module, modes, program, resolve, specs
+from twell.runtime.program import Program, View
 
 SM_COUNT = 132
 
@@ -75,7 +74,7 @@ def install(monkeypatch: pytest.MonkeyPatch, family: str = specs.SM90) -> FakeGp
     # the index of a CPU tensor's device
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(_modes, "stream_captures", lambda: False)
+    monkeypatch.setattr(modes, "stream_captures", lambda: False)
     monkeypatch.setattr(device, "relaxed_capture", contextlib.nullcontext)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: None)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell._sparsify import sparsify_
+from twell.integrations.sparsify import sparsify_
 
 BF16 = torch.bfloat16
 K, N = 32, 264

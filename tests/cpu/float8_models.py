@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from twell.float8 import Granularity, quantize
+from twell.ops.float8 import Granularity, quantize
 
 K, N, LAYERS, VOCABULARY = 128, 256, 2, 288
 PROJECTIONS = {

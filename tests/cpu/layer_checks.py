@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from ffns import BF16, K
 from torch import Tensor, nn
 
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 Module = type[SparseGatedMLP] | type[SparseMLP]

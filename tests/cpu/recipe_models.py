@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from twell._sparsify.modules import pair_up
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn.converted import pair_up
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.recipe import LayerStats, SparsityTracker, _inputs
 from twell.recipe._aux import mean_over_layers
 

@@ -10,10 +10,12 @@ from activations import BIASES, DTYPES, EVERY, FAMILY, every_value, float64_hidd
 from torch import Tensor
 
 import twell
-from twell import _activation, _autograd, ops, testing
-from twell._activation import Activation, activation_of
-from twell._runtime import geometry
+from twell import ops, testing
+from twell.base import activation as _activation
+from twell.base.activation import Activation, activation_of
+from twell.call import autograd
 from twell.ops import hybrid
+from twell.runtime import geometry
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -134,7 +136,7 @@ def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
     activation = activation_of(name, 0.25 if name == "fatrelu" else 0.0)
 
     def fused(gate: Tensor, up: Tensor) -> Tensor:
-        return _autograd.gated_relu(gate, up, activation)
+        return autograd.gated_relu(gate, up, activation)
 
     assert torch.autograd.gradcheck(fused, (gate, up), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(fused, (gate, up))

@@ -15,11 +15,12 @@ from layer_checks import CHILDREN, MODULES, Module, by_children, close
 from torch import Tensor, nn
 
 import twell
-from twell import _modes, functional
-from twell._columns import Matrix
-from twell._sparsify.modules import FusedGatedMLP, NamedGatedMLP
+from twell.call import functional
 from twell.choose.plan import route_of
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn.columns import Matrix
+from twell.nn.converted import FusedGatedMLP, NamedGatedMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.runtime import modes
 
 peft = pytest.importorskip("peft")
 
@@ -105,7 +106,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         if given.gate is None:
             assert given.w_down.t().is_contiguous() or given.w_down.shape[0] == K
         # "auto" decides and measures as in a layer without adapters
-        assert not _modes.checkpointed()
+        assert not modes.checkpointed()
         return run(function, given, *rest, **options)
 
     monkeypatch.setattr(functional, "run", record_run)

@@ -22,15 +22,15 @@ import transformers
 from saved_models import parsed, run
 
 import twell
-from twell import _sparsify
-from twell._analyze import calls, figures, report
-from twell._analyze.calls import Call
-from twell._analyze.figures import LayerSparsity
-from twell._analyze.layers import WatchedLayer, found, observe
 from twell.choose import cards, rates
 from twell.commands import analyze, saved_model
 from twell.commands.request import RequestError
+from twell.integrations import sparsify
 from twell.integrations import transformers as integration
+from twell.integrations.analyze import calls, figures, report
+from twell.integrations.analyze.calls import Call
+from twell.integrations.analyze.figures import LayerSparsity
+from twell.integrations.analyze.layers import WatchedLayer, found, observe
 from twell.ops import screened
 
 CPU = torch.device("cpu")
@@ -252,7 +252,7 @@ def test_first_tokens_are_marked_beside_padding_on_either_side() -> None:
 
 
 def test_layers_in_e4m3_are_counted_by_the_gates_that_they_compute() -> None:
-    model = _sparsify.sparsify_(saved_models.build().bfloat16(), strategy="dense")
+    model = sparsify.sparsify_(saved_models.build().bfloat16(), strategy="dense")
     plain = twell.analyze(model, [IDS]).layers
     quantised = twell.analyze(twell.quantize_(model), [IDS])
     assert all(layer.float8 for layer in quantised.layers)
@@ -419,7 +419,7 @@ def test_another_activation(words: Path, tmp_path: Path, capsys: Any) -> None:
 
 def test_activations_without_a_stock_class_are_read(words: Path, tmp_path: Path, capsys: Any) -> None:
     model = integration.sparsify(saved_models.build())
-    for layer in _sparsify.layers(model).values():
+    for layer in sparsify.layers(model).values():
         layer.activation, layer.threshold = "fatrelu", 0.03125
     folder = tmp_path / "fatrelu"
     model.save_pretrained(folder)

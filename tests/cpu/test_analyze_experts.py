@@ -21,13 +21,13 @@ from test_experts_transformers import model
 import twell
 from profiling import record
 from twell import testing
-from twell._activation import Activation
-from twell._analyze import experts, report
-from twell._analyze.experts import STEPS, ExpertsSparsity, Step
+from twell.base.activation import Activation
 from twell.choose import cards, rates
 from twell.commands import analyze
 from twell.commands.request import RequestError
 from twell.integrations import experts as stacked
+from twell.integrations.analyze import experts, report
+from twell.integrations.analyze.experts import STEPS, ExpertsSparsity, Step
 
 TOKENS, LENGTH = 1000, 12
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from twell.choose import rates
 from twell.commands import analyze
 from twell.commands.request import RequestError
-from twell.float8 import quantize
 from twell.integrations.layouts import measured
+from twell.ops.float8 import quantize
 
 SIZES = ["--prefill", "2048", "--decode", "1", "64"]
 

@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
 from twell import testing
-from twell._runtime import device, geometry, specs
 from twell.choose import cards, rates
 from twell.choose import site as sites
 from twell.choose.explanation import Choice, Explanation
 from twell.choose.rates import Figures, Problem
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.runtime import device, geometry, specs
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 

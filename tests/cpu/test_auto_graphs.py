@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell import _modes, testing
+from twell import testing
 from twell.choose import cards, rates
 from twell.choose import site as sites
 from twell.choose.rates import Figures, Problem
-from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.nn.layers import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.runtime import modes
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -42,7 +43,7 @@ def test_a_capture_of_many_tokens_takes_the_choice_and_leaves_nothing(
     mlp, x = layer(firing=200), torch.randn(600, K).to(BF16)
     with torch.no_grad():
         capturing = True
-        monkeypatch.setattr(_modes, "capturing", lambda _: capturing)
+        monkeypatch.setattr(modes, "capturing", lambda _: capturing)
         mlp(x)
         assert [(row.graph, row.calls) for row in twell.explain(mlp)] == [("captured", 0)]
         assert not chooses.sent
@@ -64,7 +65,7 @@ def test_a_capture_knows_what_one_call_has_measured(
     mlp, x = layer(firing=firing), torch.randn(128, K).to(BF16)
     with torch.no_grad():
         mlp(x)
-        monkeypatch.setattr(_modes, "capturing", lambda _: True)
+        monkeypatch.setattr(modes, "capturing", lambda _: True)
         mlp(x)
     captured = twell.explain(mlp).rows[-1]
     assert (captured.graph, captured.strategy == "dense") == ("captured", firing == 200)

@@ -15,17 +15,17 @@ import twell
 from tests import programs
 from tests.cpu import fake_gpu
 from twell import AutoStrategy, ops, testing
-from twell._activation import RELU
-from twell._runtime import program, specs
+from twell.base.activation import RELU
 from twell.choose import cards, rates
 from twell.choose import site as sites
 from twell.choose.plan import Route
 from twell.choose.rates import Figures, Problem
 from twell.choose.site import Measurement
 from twell.commands import timing, tune
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.ops import screened
 from twell.ops.operands import Layer
+from twell.runtime import program, specs
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 

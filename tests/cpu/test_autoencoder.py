@@ -13,7 +13,7 @@ from torch import Tensor
 
 import twell
 from twell.integrations import gemma_scope
-from twell.nn import SparseAutoencoder
+from twell.nn.layers import SparseAutoencoder
 
 K, N, M = 24, 96, 40
 KINDS: dict[str, dict[str, Any]] = {

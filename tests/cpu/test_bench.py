@@ -22,7 +22,7 @@ from tests.cpu.test_bench_workloads import write_layer
 from twell import testing
 from twell.commands import timing
 from twell.commands.timing import Call
-from twell.nn import SparseFFN
+from twell.nn.layers import SparseFFN
 from twell.testing import operands
 from twell.testing.operands import largest
 
@@ -165,7 +165,7 @@ def test_generate_says_how_far_apart_other_tokens_are(
 
 def test_calls_for_a_profiler_have_no_times(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     ranges: list[str] = []
-    monkeypatch.setattr("twell._runtime.nvtx.range", lambda name: ranges.append(name) or nullcontext())
+    monkeypatch.setattr("twell.runtime.nvtx.range", lambda name: ranges.append(name) or nullcontext())
     result = bench("ffn,train", *TINY, "--workload", WORKLOAD, "--strategy", "row", "--profile", "2")
     names = [f"{row['variant']} {row['requested']}".rstrip() for row in result.rows]
     assert ranges == [f"profile {name}" for name in names]
@@ -412,7 +412,7 @@ def test_a_file_that_cannot_be_written_costs_no_measurement(
     def full(path: Path, text: str) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("twell._files.write_text", full)
+    monkeypatch.setattr("twell.base.files.write_text", full)
     result = bench("ffn", *TINY, "--workload", "nnz=7", "nnz=9")
     assert result.code == 2
     # said once

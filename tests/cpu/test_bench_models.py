@@ -14,7 +14,7 @@ import twell
 from profiling.bench import main, model, models_random
 from profiling.bench.models_random import Pattern, parse_sizes
 from tests.cpu import saved_models
-from twell import functional
+from twell.call import functional
 
 TINY = "2x32x64x2x64"
 SIZES = ["--sequence", "64", "--batch", "2", "--micro-batch", "1", "--accumulate", "2", "--rounds", "4"]

@@ -86,7 +86,7 @@ def test_runs_the_bundled_package_and_loads_its_kernels(bundle: Path) -> None:
 import sys, tvm_ffi, twell
 # a GPU host has no DSL
 sys.modules["nvidia_cutlass_dsl"] = None
-from twell._runtime import host, packaged
+from twell.runtime import host, packaged
 for module in (tvm_ffi, twell):
     assert module.__file__.startswith(sys.argv[1]), module.__file__
 assert packaged.find("gate_pack_bf16_t144") is not None

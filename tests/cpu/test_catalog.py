@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_kernels import __main__, catalog, specs
-from twell import tuning
+from twell.choose import tuning
 
 
 def test_symbols_are_distinct_names_that_lead_back() -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell import _choice
+from twell.call import choice
 
 M, K, N = 150, 24, 200
 BANDWIDTH = 1.0
@@ -69,7 +69,7 @@ def test_largest(dtype: torch.dtype, most: int) -> None:
     right = torch.zeros(gate.numel(), dtype=torch.bool)
     right[order[:most]] = True
     right &= ~(gate.flatten() <= 0)
-    assert torch.equal(_choice.largest(gate, most), right.view(gate.shape))
+    assert torch.equal(choice.largest(gate, most), right.view(gate.shape))
 
 
 @pytest.mark.parametrize("strategy", ["row", *SPARSE])

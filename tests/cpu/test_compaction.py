@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell import _compaction, testing
-from twell._compaction import Compaction
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell import testing
+from twell.nn import compaction as _compaction
+from twell.nn.compaction import Compaction
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.testing import FFN
 
 BF16, FP16 = torch.bfloat16, torch.float16

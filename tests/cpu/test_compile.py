@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from cubin import resources
 
-from cute_kernels import catalog, feasible, quantize_gate, specs
+from cute_kernels import catalog, feasible, specs
+from cute_kernels.all_gpus import quantize_gate
 from cute_kernels.compile import parse_remarks
 from cute_kernels.specs import Spec
 from tests.conftest import compiled_first

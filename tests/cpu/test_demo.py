@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from twell.commands import cli, demo
-from twell.nn import SparseGatedMLP
+from twell.nn.layers import SparseGatedMLP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,8 +25,8 @@ import pytest
 import torch
 
 import twell
-from twell._runtime import env
 from twell.commands import cli, info
+from twell.runtime import env
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -35,8 +35,8 @@ PAGES = sorted(DOCS.rglob("*.md"))
 TRIED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 LINKED = [*TRIED, ROOT / "AGENTS.md", ROOT / "profiling" / "results" / "README.md"]
 DOCUMENTED = (
-    *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.distributed"),
-    *("twell.testing", "twell.reference"),
+    *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.nn.distributed"),
+    *("twell.testing", "twell.ops.reference"),
 )
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 

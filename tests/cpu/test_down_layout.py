@@ -17,8 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import twell
 from tests.habits.entries import ENTRIES
-from twell import _down_layout, _memory
-from twell.nn import SparseFFN, SparseGatedMLP, SparseMLP, explain, set_down_layout
+from twell.base import memory
+from twell.nn import down_layout
+from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP, explain, set_down_layout
 
 BF16 = torch.bfloat16
 K, N = 16, 72
@@ -34,11 +35,11 @@ def forward(model: nn.Module) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_down_layout, "is_on_gpu", lambda weight: weight is not None)
+    monkeypatch.setattr(down_layout, "is_on_gpu", lambda weight: weight is not None)
 
 
 def layer_of(model: nn.Module) -> Any:
-    with _down_layout.unlisted():
+    with down_layout.unlisted():
         return next(m for m in model.modules() if isinstance(m, SparseFFN))
 
 
@@ -183,18 +184,18 @@ def test_what_else_keeps_a_weight_linear(monkeypatch: pytest.MonkeyPatch) -> Non
 
     for why, change in (
         ("training mode", lambda layer: layer.train()),
-        ("a CUDA graph", lambda layer: _memory.note_capture(layer.down_proj.weight)),
+        ("a CUDA graph", lambda layer: memory.note_capture(layer.down_proj.weight)),
         ("was set so", lambda layer: set_down_layout(layer, "linear")),
-        ("no memory", lambda layer: monkeypatch.setattr(_down_layout, "_copied", fail)),
+        ("no memory", lambda layer: monkeypatch.setattr(down_layout, "_copied", fail)),
     ):
         layer = layer_with()
         change(layer)
         generate(layer)
-        assert why in _down_layout.obstacle(layer)
+        assert why in down_layout.obstacle(layer)
         assert layout(layer) == "linear"
     del layer.down_proj.weight
     layer.down_proj.weight = nn.Buffer(torch.zeros(K, N))
-    assert "no plain parameter" in _down_layout.obstacle(layer)
+    assert "no plain parameter" in down_layout.obstacle(layer)
 
 
 def test_inference_mode_and_frozen_weights() -> None:
@@ -276,7 +277,7 @@ def test_layers_that_share_a_child() -> None:
 def test_a_weight_that_a_graph_reads_is_not_put_back(caplog: pytest.LogCaptureFixture) -> None:
     model = decoding(MODELS["SparseGatedMLP"])
     place = layer_of(model).down_proj.weight.data_ptr()
-    _memory.note_capture(layer_of(model).down_proj.weight)
+    memory.note_capture(layer_of(model).down_proj.weight)
     list(model.parameters())
     model.train()
     assert layout(model) == "rows"

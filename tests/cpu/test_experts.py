@@ -8,7 +8,7 @@ from torch import Tensor
 
 import twell
 from tests.cpu import fake_gpu
-from twell import tuning
+from twell.choose import tuning
 
 BF16 = torch.bfloat16
 T, K, N, E, TOP = 13, 24, 40, 5, 3

@@ -22,7 +22,7 @@ from tiny_kernels import Compiler, package_tiny
 from torch import Tensor
 
 from twell import testing
-from twell._runtime import cache, packaged, resolve, specs
+from twell.runtime import cache, packaged, resolve, specs
 
 BF16 = torch.bfloat16
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ranks
 
-from twell import _files
+from twell.base import files
 
 
 def test_the_new_takes_the_place_of_the_old(tmp_path: Path) -> None:
     path = tmp_path / "out"
     for text, before in (("first", None), ("second", "first")):
-        with _files.replacing(path) as partial:
+        with files.replacing(path) as partial:
             partial.write_text(text)
             assert (path.read_text() if path.exists() else None) == before
         assert path.read_text() == text
@@ -35,7 +35,7 @@ def test_a_writer_that_fails_leaves_the_old(where: str, tmp_path: Path, monkeypa
 
     if where != "block":
         monkeypatch.setattr(os, where, fail)
-    with pytest.raises(OSError, match="full"), _files.replacing(path) as partial:  # noqa: PT012
+    with pytest.raises(OSError, match="full"), files.replacing(path) as partial:  # noqa: PT012
         partial.write_text("new")
         if where == "block":
             fail()
@@ -52,7 +52,7 @@ def killed_as_it_replaces(path: Path, after: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(os, "replace", deadly)  # noqa: B010
-    _files.write_text(path, "new")
+    files.write_text(path, "new")
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -70,7 +70,7 @@ def test_writers_at_the_same_time_do_not_mix(tmp_path: Path) -> None:
     path, ready = tmp_path / "out", threading.Barrier(4)
 
     def write(text: str) -> None:
-        with _files.replacing(path) as partial:
+        with files.replacing(path) as partial:
             partial.write_text(text)
             ready.wait(30)
 
@@ -88,16 +88,16 @@ def test_links_modes_and_pipes_stay_what_they_are(tmp_path: Path) -> None:
     path.write_text("old")
     path.chmod(0o600)
     link.symlink_to("secret")
-    _files.write_text(link, "new")
+    files.write_text(link, "new")
     assert link.is_symlink()
     assert path.read_text() == "new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    _files.write_text(pipe, "through")
+    files.write_text(pipe, "through")
     assert os.read(reader, 20) == b"through"
     os.close(reader)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert len(list(tmp_path.iterdir())) == 3
     with pytest.raises(IsADirectoryError):
-        _files.write_text(tmp_path, "new")
+        files.write_text(tmp_path, "new")

@@ -6,20 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from twell import float8 as module
-from twell._activation import RELU
-from twell.float8 import (
-    BLOCK,
-    E4M3,
-    NO_BIASES,
-    Float8,
-    Granularity,
-    float8,
-    formula,
-    quantize,
-    quantize_tokens,
-)
+from twell.base.activation import RELU
+from twell.ops import float8 as module
 from twell.ops.e4m3 import dense, layer_of
+from twell.ops.float8 import BLOCK, E4M3, NO_BIASES, Float8, Granularity, float8, formula, quantize, quantize_tokens
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 EACH = pytest.mark.parametrize("granularity", module.GRANULARITIES)

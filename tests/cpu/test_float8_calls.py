@@ -11,9 +11,9 @@ from torch import nn
 
 import twell
 from tests.cpu import fake_gpu
-from twell import float8
-from twell.float8 import E4M3, Float8
+from twell.ops import float8
 from twell.ops.ffn import direct
+from twell.ops.float8 import E4M3, Float8
 from twell.testing.bits import assert_same
 from twell.testing.case import Case
 from twell.testing.operands import build, laid_out

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 import twell
-from twell import float8
+from twell.ops import float8
 from twell.testing.bits import assert_same
 from twell.testing.case import Case
 from twell.testing.operands import build, laid_out

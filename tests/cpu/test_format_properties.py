@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.cases.formats import packed_words
 from twell import ops
-from twell._runtime import geometry
+from twell.runtime import geometry
 
 pytest.importorskip("hypothesis")
 

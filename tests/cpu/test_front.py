@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import twell
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
-from twell import _modes, functional, testing
+from twell import testing
+from twell.call import functional
 from twell.choose import cards, rates, site
-from twell.nn import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.nn.layers import SparseGatedMLP, SparseMLP, set_down_layout
 from twell.ops import calls, dense
 from twell.ops.ffn import direct
+from twell.runtime import modes
 from twell.testing.bits import assert_same
 
 BF16 = torch.bfloat16
@@ -125,7 +127,7 @@ MODES: dict[str, Callable[[], Any]] = {
     "a dispatch mode": _Dispatches,
     "a profiler": lambda: torch.profiler.profile(),
     "forward-mode AD": lambda: torch.autograd.forward_ad.dual_level(),
-    "a capture": lambda: mock.patch.object(_modes, "stream_captures", return_value=True),
+    "a capture": lambda: mock.patch.object(modes, "stream_captures", return_value=True),
     "another current device": lambda: mock.patch.object(torch.cuda, "current_device", return_value=1),
 }
 
@@ -425,7 +427,7 @@ def test_what_does_not_fit_is_refused_by_known_layers(
 
 
 def test_a_projection_set_beside_a_renamed_one_is_refused(gpu: FakeGpu) -> None:
-    from twell._sparsify.modules import NamedMLP
+    from twell.nn.converted import NamedMLP
 
     linears = [nn.Linear(K, N, False, dtype=BF16), nn.Linear(N, K, False, dtype=BF16)]
     mlp, x = NamedMLP(("wi", "wo"), linears, strategy="union").eval().requires_grad_(False), tokens(5)
@@ -767,7 +769,7 @@ def test_a_dense_call_has_the_bits_of_the_first(
 def test_a_captured_call_takes_the_long_way(gpu: FakeGpu, asked: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     given = of_operator()
     call(given)
-    monkeypatch.setattr("twell._modes.stream_captures", lambda: True)
+    monkeypatch.setattr("twell.runtime.modes.stream_captures", lambda: True)
     call(given), call(given)
     assert len(asked) == 3
 

@@ -10,8 +10,9 @@ from torch import Tensor
 import twell
 from tests.habits.derivatives import Doubling
 from tests.habits.entries import LAYOUTS, SMALLER
-from twell import testing, tuning
-from twell._admission import admitted
+from twell import testing
+from twell.call.admission import admitted
+from twell.choose import tuning
 from twell.ops.operands import Layer
 
 BF16 = torch.bfloat16

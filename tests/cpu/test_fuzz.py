@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests import fuzz, sanitize
 from tests.cpu import fake_gpu
-from twell._runtime import kernel_module, program, specs
+from twell.runtime import kernel_module, program, specs
 from twell.testing.calls import caller
 from twell.testing.case import Case
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 import tvm_ffi
 
-from twell._runtime import host, nvtx
-from twell._runtime.log import logger, warn_once
+from twell.runtime import host, nvtx
+from twell.runtime.log import logger, warn_once
 
 NONE, INT, FLOAT, GIVEN, VIEW = range(5)
 FLOAT32, INT32, BFLOAT16, UINT8 = (code | bits << 8 | 1 << 16 for code, bits in ((2, 32), (0, 32), (4, 16), (1, 8)))

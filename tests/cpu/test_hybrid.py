@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing
-from twell._runtime import geometry
 from twell.ops import hybrid, library
+from twell.runtime import geometry
 
 BF16 = torch.bfloat16
 GATED = pytest.mark.parametrize("gated", [True, False])

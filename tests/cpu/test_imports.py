@@ -11,68 +11,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Each line may import itself and those above. A name is a file, or a folder with all in it.
+# Each line may import itself and those above. A name is a folder with all in it, or a file.
 ORDER = """
 # kernels: facts of compile time
 cute_kernels: __init__ geometry feasible fingerprint screen
 cute_kernels: specs
 cute_kernels: common
-# kernels of one family, and those that every GPU shares
 cute_kernels: sm90
 cute_kernels: sm80
-cute_kernels: pack unpack reglu matrix_transpose compact compact_ranges compact_scan scatter top_k window rank
-    transpose sampled_grad up_down_token up_down_token_e4m3 expert_pairs expert_down expert_union expert_sum
-    quantize_gate quantize_tokens list_candidates overflow
+cute_kernels: all_gpus
 cute_kernels: compile catalog
 cute_kernels: __main__
 # the library: facts of a call
-twell: _modes
-twell: _runtime
-twell: _arguments _files _memory _text
-twell: _activation
-twell: reference tuning float8
-twell: choose.__init__
-twell: choose.cards
-twell: choose.rates
-twell: choose.plan
-twell: choose.explanation
-twell: choose.site
+twell: runtime
+twell: base
+twell: choose
 twell: ops
-twell: _autograd _sharding packed
-twell: _plain
-twell: _admission
-twell: _quantised
-twell: _choice
-twell: _execution
-twell: functional experts _down_layout
-twell: _configuration
-twell: _record
-twell: _settings
-twell: _columns
-twell: _projections
-twell: _adapted _explained
-twell: _float8_mlp
-twell: _autoencoder
+twell: call
 twell: nn
-twell: _compaction _sparsify
-twell: _quantize
-twell: _analyze.layers
-twell: _analyze.figures _analyze.experts
-twell: _analyze.calls
-twell: _analyze.report
-twell: _analyze.__init__
+twell: recipe
+twell: integrations.sparsify integrations.quantize integrations.analyze
 twell: __init__
-twell: recipe distributed
 twell: integrations
 twell: testing
-# the command twell
-twell: commands.__init__ commands.request
-twell: commands.saved_model
-twell: commands.served
-twell: commands.demo commands.timing
-twell: commands.analyze commands.tune
-twell: commands.info
-twell: commands.cli
+twell: commands
 twell: __main__
 """
 LAYERS = [
@@ -85,11 +47,11 @@ TREES = {"cute_kernels": ROOT / "cute_kernels", "twell": ROOT / "python" / "twel
 # Packages that pure files may use besides the standard library: none.
 PURE = ("__init__", "geometry", "feasible", "fingerprint", "specs", "catalog")
 # The only files that may import the compiler, or the runtime's bindings.
-COMPILER_USERS = ("cute_kernels.", "twell._runtime.cache")
-BINDING_USERS = ("cute_kernels.", "twell._runtime.")
+COMPILER_USERS = ("cute_kernels.", "twell.runtime.cache")
+BINDING_USERS = ("cute_kernels.", "twell.runtime.")
 # The only files that may import modules of these trees by a string: public modules when they are used, experts of
 # transformers where a model may have some, the kernel package by either of its names, and a kernel by its spec.
-BY_STRING = {"twell.__init__", "twell._analyze.layers", "twell._runtime.__init__", "cute_kernels.compile"}
+BY_STRING = {"twell.__init__", "twell.integrations.analyze.layers", "twell.runtime.__init__", "cute_kernels.compile"}
 
 
 def modules() -> list[str]:
@@ -225,8 +187,8 @@ def test_one_file_asks_torch_what_it_is_doing() -> None:
         strings = {node.value for node in ast.walk(tree_of(module)) if isinstance(node, ast.Constant)}
         return QUESTIONS & (names | {each for each in strings if isinstance(each, str)})
 
-    assert asked("twell._modes") == QUESTIONS - {"is_current_stream_capturing"}
-    others = {module: found for module in modules() if module != "twell._modes" and (found := asked(module))}
+    assert asked("twell.runtime.modes") == QUESTIONS - {"is_current_stream_capturing"}
+    others = {module: found for module in modules() if module != "twell.runtime.modes" and (found := asked(module))}
     assert not others
 
 
@@ -265,7 +227,7 @@ class Refuse:
         if name.split(".")[0] in ("cutlass", "tvm_ffi", "cuda", "triton"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Refuse())
-from twell._runtime import device, packaged, resolve, specs
+from twell.runtime import device, packaged, resolve, specs
 bindings, device._bindings = device._bindings, lambda: sys.exit("asked the driver")
 import twell, twell.nn, twell.integrations.vllm
 assert not packaged.opened.cache_info().currsize and not sys.modules["torch"].cuda.is_initialized()
@@ -295,14 +257,15 @@ import sys, torch
 before = set(sys.modules)
 import twell
 assert set({names}) <= set(dir(twell)) and {{"nn", "ops", "sparsify_"}} <= set(dir(twell))
-assert not {{"twell.distributed", "torch.distributed.tensor", "twell.recipe", "twell.testing"}} & set(sys.modules)
+assert not {{"twell.nn.distributed", "torch.distributed.tensor", "twell.recipe", "twell.testing"}} & set(sys.modules)
 assert not {{"cutlass", "tvm_ffi", "cuda"}} & {{name.split(".")[0] for name in set(sys.modules) - before}}
 for name in {names}:
-    assert getattr(twell, name) is sys.modules["twell." + name]
+    where = {{"distributed": "nn.distributed", "reference": "ops.reference"}}.get(name, name)
+    assert getattr(twell, name) is sys.modules["twell." + where]
 assert callable(twell.distributed.tensor_parallel_plan)
 assert not hasattr(twell, "nothing")
 # one that cannot be imported says why
-del sys.modules["twell.distributed"], twell.distributed
+del sys.modules["twell.nn.distributed"], twell.nn.distributed
 sys.modules["torch.distributed.tensor"] = None
 assert not hasattr(twell, "distributed")
 try:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny_kernels import package_tiny
 
-from twell._runtime import cache, device, host, packaged, specs
-from twell._runtime.log import logger
 from twell.commands import cli, info
+from twell.runtime import cache, device, host, packaged, specs
+from twell.runtime.log import logger
 
 
 def write_library(folder: Path, **changes: object) -> None:

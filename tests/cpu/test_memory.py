@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from twell import _memory
+from twell.base import memory
 
 BUFFER = torch.zeros(1024, dtype=torch.uint8)
 
@@ -33,19 +33,19 @@ def test_every_pair_of_views_is_judged_correctly() -> None:
     for _ in range(4000):
         a, b = draw(source), draw(source)
         shared, folded = bool(occupied(a) & occupied(b)), len(set(places(a))) < a.numel()
-        assert (_memory.shared({"a": a}, {"b": b}) is not None) == shared, (a.shape, a.stride(), b.shape, b.stride())
-        assert _memory.folded(a) == folded, (a.shape, a.stride())
+        assert (memory.shared({"a": a}, {"b": b}) is not None) == shared, (a.shape, a.stride(), b.shape, b.stride())
+        assert memory.folded(a) == folded, (a.shape, a.stride())
         found.add((shared, folded))
     assert len(found) == 4
 
 
 def test_tensors_are_named_and_only_what_is_written_counts() -> None:
     a, b, c = BUFFER[:8], BUFFER[8:16], BUFFER[4:12]
-    assert _memory.shared({"a": a, "b": b}, {}) is None
-    assert _memory.shared({"a": a}, {"b": b, "c": c}) == ("a", "c")
-    assert _memory.shared({"b": b, "c": c}, {"a": a}) == ("b", "c")
-    assert _memory.shared({"d": BUFFER[512:]}, {"a": a, "c": c}) is None
-    assert _memory.shared({"a": a[:0]}, {"a again": a}) is None
+    assert memory.shared({"a": a, "b": b}, {}) is None
+    assert memory.shared({"a": a}, {"b": b, "c": c}) == ("a", "c")
+    assert memory.shared({"b": b, "c": c}, {"a": a}) == ("b", "c")
+    assert memory.shared({"d": BUFFER[512:]}, {"a": a, "c": c}) is None
+    assert memory.shared({"a": a[:0]}, {"a again": a}) is None
 
 
 @pytest.mark.parametrize("n", [4096, 65536])
@@ -59,9 +59,9 @@ def test_large_neighbours_are_told_apart_at_once(n: int) -> None:
         (whole[:, ::2], whole[:, 1::2]),
         (whole[:n], whole[n:].view(4096, n).t()),
     ):
-        assert _memory.shared({"a": a, "b": b}, {}) is None
-    assert _memory.shared({"a": whole[: n + 1]}, {"b": whole[n:, 4095:]}) == ("a", "b")
-    assert not _memory.folded(whole)
+        assert memory.shared({"a": a, "b": b}, {}) is None
+    assert memory.shared({"a": whole[: n + 1]}, {"b": whole[n:, 4095:]}) == ("a", "b")
+    assert not memory.folded(whole)
 
 
 def test_a_tensor_without_memory_shares_with_itself_alone() -> None:
@@ -70,6 +70,6 @@ def test_a_tensor_without_memory_shares_with_itself_alone() -> None:
         other = torch.empty(4, 4, device="cuda")
     meta = torch.empty(4, 4, device="meta")
     for tensor, second in ((fake, other), (meta, torch.empty_like(meta))):
-        assert _memory.shared({"a": tensor}, {"b": second}) is None
-        assert _memory.shared({"a": tensor}, {"b": tensor}) == ("a", "b")
-        assert not _memory.folded(tensor)
+        assert memory.shared({"a": tensor}, {"b": second}) is None
+        assert memory.shared({"a": tensor}, {"b": tensor}) == ("a", "b")
+        assert not memory.folded(tensor)

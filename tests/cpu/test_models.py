@@ -13,7 +13,7 @@ from tests.cpu.architectures import ARCHITECTURES, Architecture
 
 transformers = pytest.importorskip("transformers")
 
-from twell._sparsify import layers  # noqa: E402
+from twell.integrations.sparsify import layers  # noqa: E402
 from twell.integrations.transformers import sparsify  # noqa: E402
 
 

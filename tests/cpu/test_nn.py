@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from twell import AutoStrategy, explain
-from twell._sparsify.modules import pair_up
-from twell.nn import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
+from twell.nn.converted import pair_up
+from twell.nn.layers import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
 
 BF16 = torch.bfloat16
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])

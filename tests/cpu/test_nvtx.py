@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from twell import _execution, testing
-from twell._runtime import nvtx, program
+from twell import testing
+from twell.call import execution
+from twell.runtime import nvtx, program
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,7 @@ torch._C._nvtx = torch.cuda.nvtx._nvtx = types.SimpleNamespace(rangePushA=push, 
 
 import twell
 from twell import ops, testing
-from twell._runtime import program, resolve, specs
+from twell.runtime import program, resolve, specs
 
 problem = testing.integer_problem(16, 8, 264)
 leaves = problem.map(lambda t: t.clone().requires_grad_())
@@ -103,7 +104,7 @@ def test_off_is_as_if_it_were_not_there() -> None:
     def function() -> None: ...
 
     assert nvtx.marked(lambda: nvtx.range("x"))(function) is function
-    for marked in (program.launch, _execution.run):
+    for marked in (program.launch, execution.run):
         assert not hasattr(marked, "__wrapped__")
 
 

@@ -12,9 +12,9 @@ from tests import programs
 from tests.cases.verdicts import verdict
 from tests.cpu.fake_gpu import FakeGpu
 from twell import ops
-from twell._runtime import geometry
-from twell._runtime.log import warn_once
 from twell.ops import library
+from twell.runtime import geometry
+from twell.runtime.log import warn_once
 from twell.testing.case import Case
 
 BF16 = torch.bfloat16

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from twell._runtime import packaged
+from twell.runtime import packaged
 
 
 @pytest.fixture(scope="module")

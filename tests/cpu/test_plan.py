@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.habits.refusals import sections
-from twell._runtime import geometry
 from twell.choose import plan as module
 from twell.choose.plan import PACKED_DTYPES, STRATEGIES, Facts, Refusal, Route, plan, route_of, routed, unpackable
+from twell.runtime import geometry
 
 FP32, FP64 = torch.float32, torch.float64
 TRANSFORM = "x of a transform of torch.func"

@@ -19,14 +19,13 @@ from torch import Tensor
 from cute_kernels import catalog
 from tests import programs
 from tests.cpu import fake_gpu
-from twell import tuning
-from twell._activation import RELU
-from twell._runtime import cache, device, geometry, log, packaged, program, resolve, specs
-from twell.choose import cards, rates
+from twell.base.activation import RELU
+from twell.choose import cards, rates, tuning
 from twell.choose.plan import Route
 from twell.commands import info
 from twell.ops import hybrid
 from twell.ops.operands import Layer
+from twell.runtime import cache, device, geometry, log, packaged, program, resolve, specs
 
 # the operators of the same names stand in front of the modules
 gate_pack, hybrid_forward, twell_ffn = (

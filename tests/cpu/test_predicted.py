@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from profiling import figures
-from twell._analyze import calls
-from twell._analyze.calls import Call
-from twell._analyze.figures import LayerSparsity
 from twell.choose import rates
+from twell.integrations.analyze import calls
+from twell.integrations.analyze.calls import Call
+from twell.integrations.analyze.figures import LayerSparsity
 
 # shares of neurons that 128 tokens fire, non-zeros of the heaviest 8 tokens, candidates, of layers of 2,048 and 5,632
 WORKLOADS = {

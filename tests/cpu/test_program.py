@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
-from twell._runtime import host, program, resolve, specs
-from twell._runtime.program import Program, View
+from twell.runtime import host, program, resolve, specs
+from twell.runtime.program import Program, View
 
 F32, BF16, I32 = torch.float32, torch.bfloat16, torch.int32
 ONE, TWO = specs.UnpackSpec("bfloat16"), specs.UnpackSpec("float16")

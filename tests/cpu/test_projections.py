@@ -20,8 +20,8 @@ from layer_checks import CHILDREN, MODULES, Module, by_children, close, tokens
 from torch import Tensor, nn
 
 from tests.habits.derivatives import Doubled
-from twell._sparsify.modules import pair_up
-from twell.nn import SparseGatedMLP, SparseMLP, explain, set_down_layout
+from twell.nn.converted import pair_up
+from twell.nn.layers import SparseGatedMLP, SparseMLP, explain, set_down_layout
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.cases.verdicts import attempt
-from twell import tuning
+from twell.choose import tuning
 from twell.testing.case import Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")

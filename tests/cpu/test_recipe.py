@@ -23,7 +23,7 @@ from recipe_models import (
 from torch import Tensor, nn
 
 from twell import recipe
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.recipe import SparsityTracker
 
 BF16 = torch.bfloat16

@@ -31,8 +31,9 @@ from recipe_models import (
 from torch import Tensor, nn
 
 import twell
-from twell import _compaction, recipe
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell import recipe
+from twell.nn import compaction
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.recipe import SparsityTracker
 
 BF16 = torch.bfloat16
@@ -53,7 +54,7 @@ def test_tracker_counts_what_fires(how: str, dtype: torch.dtype) -> None:
     model = Model().to(dtype)
     with torch.no_grad():
         for mlp in recipe.layers(model).values():
-            _compaction.gate_of(mlp).weight[5:9] = 0
+            compaction.gate_of(mlp).weight[5:9] = 0
     if "checkpoint" in how:
         model.reentrant = False
     recipe.record_aux(model)
@@ -102,7 +103,7 @@ def test_figures_cover_the_steps_of_a_window() -> None:
         if number == 3:
             # dies between the windows
             with torch.no_grad():
-                _compaction.gate_of(model.blocks[0].mlp).weight[7] = 0
+                compaction.gate_of(model.blocks[0].mlp).weight[7] = 0
         with tracker.watch(number):
             model(x)
         assert tracker.dead()["blocks.0.mlp"].nonzero().flatten().tolist() == ([7] if number == 6 else [])

@@ -15,11 +15,12 @@ from saved_models import parsed, run
 import twell
 from profiling import record
 from profiling.bench import workloads
-from twell import _sparsify, testing
-from twell._analyze import report as reports_of
-from twell._analyze.layers import found
+from twell import testing
 from twell.commands import saved_model
 from twell.commands.request import RequestError
+from twell.integrations import sparsify
+from twell.integrations.analyze import report as reports_of
+from twell.integrations.analyze.layers import found
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_other_models(kind: str, options: dict[str, Any], words: Path, tmp_path:
     arguments = parsed(record, folder, "--text", words, "--tokens", 512, "--layers", 0, "--out", out)
     loaded = saved_model.load(arguments)
     sequences = saved_model.read(loaded, arguments, 512).sequences
-    _sparsify.sparsify_(model, strategy="dense")
+    sparsify.sparsify_(model, strategy="dense")
     ids = torch.tensor(sequences)
     for report in twell.analyze(model, [ids]).layers:
         pattern = pattern_of(out, report.number, 512)

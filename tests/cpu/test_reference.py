@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from twell import ops, reference, testing
-from twell._runtime import geometry
+from twell import ops, testing
+from twell.ops import reference
+from twell.runtime import geometry
 
 BF16 = torch.bfloat16
 

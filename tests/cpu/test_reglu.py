@@ -14,11 +14,12 @@ from activations import DTYPES, dense_layer, every_value, plain, same_bits
 from torch import Tensor
 
 import twell
-from twell import _autograd, _modes, ops, testing, tuning
-from twell._activation import RELU, activation_of
-from twell._runtime import device, geometry, resolve, specs
-from twell.choose import rates
+from twell import ops, testing
+from twell.base.activation import RELU, activation_of
+from twell.call import autograd
+from twell.choose import rates, tuning
 from twell.choose import site as sites
+from twell.runtime import device, geometry, modes, resolve, specs
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -129,7 +130,7 @@ def test_gradients_have_the_bits_of_torch_for_every_gate(
         return F.threshold(gate, activation.threshold, 0.0) * (F.relu(up) if name == "drelu" else up)
 
     found = []
-    for f in (lambda gate, up: _autograd.gated_relu(gate, up, activation), by_torch):
+    for f in (lambda gate, up: autograd.gated_relu(gate, up, activation), by_torch):
         leaves = [t.clone().requires_grad_(need) for t, need in zip((gate, up), needed)]
         wanted = [t for t in leaves if t.requires_grad]
         hidden = f(*leaves)
@@ -148,15 +149,15 @@ def test_gradients_have_the_bits_of_torch_for_every_gate(
 def fusing(monkeypatch: pytest.MonkeyPatch, fuse: bool = True) -> Iterator[list[int]]:
     """Let dense layers use the fused operator on the CPU too; record its calls."""
     calls: list[int] = []
-    fused = _autograd.gated_relu
+    fused = autograd.gated_relu
 
     def counted(gate: Tensor, up: Tensor, *activation: Any) -> Tensor:
         calls.append(gate.numel())
         return fused(gate, up, *activation)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_autograd, "fuses", lambda gate, activation, operands: fuse)
-        patch.setattr(_autograd, "gated_relu", counted)
+        patch.setattr(autograd, "fuses", lambda gate, activation, operands: fuse)
+        patch.setattr(autograd, "gated_relu", counted)
         yield calls
 
 
@@ -204,21 +205,21 @@ def test_large_plain_gates_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     capturing = False
     monkeypatch.setattr(resolve, "launchable", lambda *question: asked.append(question) or True)
-    monkeypatch.setattr(_modes, "stream_captures", lambda: capturing)
+    monkeypatch.setattr(modes, "stream_captures", lambda: capturing)
     operands = [torch.zeros(2), torch.nn.Parameter(torch.zeros(2))]
-    assert _autograd.fuses(stand_in(), RELU, operands)
+    assert autograd.fuses(stand_in(), RELU, operands)
     assert asked == [(0, tuning.reglu(BF16, backward=False), tuning.reglu(BF16, backward=True))]
-    assert _autograd.fuses(stand_in(dtype=FP16), RELU, operands)
-    assert not _autograd.fuses(stand_in(is_cuda=False), RELU, operands)
+    assert autograd.fuses(stand_in(dtype=FP16), RELU, operands)
+    assert not autograd.fuses(stand_in(is_cuda=False), RELU, operands)
     of_neurons = activation_of("fatrelu", torch.ones(8), by_neuron=True)
-    assert not _autograd.fuses(stand_in(), of_neurons, operands)
-    assert not _autograd.fuses(stand_in(dtype=torch.float32), RELU, operands)
+    assert not autograd.fuses(stand_in(), of_neurons, operands)
+    assert not autograd.fuses(stand_in(dtype=torch.float32), RELU, operands)
     few = stand_in(elements=tuning.FUSED_ELEMENTS - 1)
-    assert not _autograd.fuses(few, RELU, operands)
+    assert not autograd.fuses(few, RELU, operands)
     capturing = True
-    assert _autograd.fuses(few, RELU, operands)
+    assert autograd.fuses(few, RELU, operands)
     monkeypatch.setattr(resolve, "launchable", lambda *question: False)
-    assert not _autograd.fuses(stand_in(), RELU, operands)
+    assert not autograd.fuses(stand_in(), RELU, operands)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from twell._runtime import fingerprint
+from twell.runtime import fingerprint
 
 
 @pytest.fixture

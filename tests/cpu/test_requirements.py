@@ -12,8 +12,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from twell._runtime import packaged
 from twell.integrations import vllm
+from twell.runtime import packaged
 
 # Requires-Dist of the wheels on the package index, as far as they name what twell or one of its extras asks for. Then
 # those of the versions that they pin: nvidia-cutlass-dsl 4.8.0 and its libraries, torch 2.14.0 and 2.14.1.

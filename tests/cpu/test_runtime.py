@@ -20,7 +20,7 @@ import torch
 from tiny_kernels import Compiler, compile_tiny, package_tiny
 
 import twell
-from twell._runtime import cache, device, env, fingerprint, log, packaged, resolve, specs
+from twell.runtime import cache, device, env, fingerprint, log, packaged, resolve, specs
 
 SPEC = specs.UnpackSpec("bfloat16")
 OTHER = specs.UnpackSpec("float16")

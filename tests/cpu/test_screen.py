@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tests import family as families
-from twell import ops, reference, testing
-from twell._activation import RELU, Activation
-from twell._runtime import device, screen
+from twell import ops, testing
+from twell.base.activation import RELU, Activation
 from twell.choose.plan import Route
-from twell.ops import screened
+from twell.ops import reference, screened
 from twell.ops.operands import Layer
+from twell.runtime import device, screen
 
 BF16 = torch.bfloat16
 

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 
 import twell
 from twell import testing
-from twell._activation import RELU
-from twell._runtime import geometry, specs
+from twell.base.activation import RELU
 from twell.choose import rates
 from twell.choose.plan import Route
 from twell.choose.site import Measurement
 from twell.ops import hybrid, screened, slices
 from twell.ops.ffn import _run, _sparse_on_cpu
 from twell.ops.operands import Layer
+from twell.runtime import geometry, specs
 
 K, N = 16, 2 * geometry.MAX_NEURONS + 1000
 

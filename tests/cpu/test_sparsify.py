@@ -11,8 +11,8 @@ from ffns import BF16, EACH, FORMS, Block, Gated, K, N, Plain, model, take, toke
 from torch import nn
 
 import twell
-from twell._sparsify import DeferredUp, SparseDown, layers
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.integrations.sparsify import DeferredUp, SparseDown, layers
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 
 # the forms that make different classes of layers
 KINDS = pytest.mark.parametrize(

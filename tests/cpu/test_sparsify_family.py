@@ -14,8 +14,8 @@ from torch import nn
 
 import twell
 from twell import recipe
-from twell._sparsify import layers, sparsify_
-from twell.distributed import SparseMLPParallel
+from twell.integrations.sparsify import layers, sparsify_
+from twell.nn.distributed import SparseMLPParallel
 
 
 @pytest.mark.parametrize("form", ["fused, up first", "w1 w3 w2"])

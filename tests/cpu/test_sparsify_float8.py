@@ -20,12 +20,12 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 
 import twell
 from tests.cpu import float8_models, saved_models, test_experts_transformers
-from twell import float8
-from twell._sparsify.quantised import Float8Down, require_e4m3
 from twell.commands import analyze
 from twell.integrations import experts as stacked
 from twell.integrations import transformers as twell_hf
-from twell.nn import Float8MLP
+from twell.integrations.sparsify.quantised import Float8Down, require_e4m3
+from twell.nn.layers import Float8MLP
+from twell.ops import float8
 
 BF16 = torch.bfloat16
 KINDS = pytest.mark.parametrize("kind", ["llama", "opt", "nemotron"])
@@ -84,7 +84,7 @@ def test_projections_of_e4m3_become_layers(on_a_gpu: None, tmp_path: Path, kind:
     assert twell_hf.sparsify(model, strategy="row") is model
     found = layers(model)
     assert len(found) == float8_models.LAYERS
-    assert not twell._sparsify.layers(model)
+    assert not twell.integrations.sparsify.layers(model)
     for place, layer in enumerate(found):
         block = f"model.decoder.layers.{place}." if kind == "opt" else f"model.layers.{place}.mlp."
         own = records(layer)
@@ -126,7 +126,7 @@ def test_other_layers_become_bfloat16(
         model = twell_hf.sparsify(loaded(folder), strategy="row")
     assert [record.message for record in caplog.records if record.name == "twell"] == [
         "layers in e4m3 whose weights were dequantised to bfloat16, in which they run: 2, the first "
-        f"{next(iter(twell._sparsify.layers(model)))}, as {why}"
+        f"{next(iter(twell.integrations.sparsify.layers(model)))}, as {why}"
     ]
     assert not layers(model)
     assert {row.strategy for row in twell.explain(model) if row.kind == "inference"} == {"row"}

@@ -10,7 +10,7 @@ from ffns import BF16, Block, CastLinear, Fused, Gated, K, N, Plain, Wi, pickled
 from torch import Tensor, nn
 
 import twell
-from twell._sparsify import layers
+from twell.integrations.sparsify import layers
 
 
 def casting(m: nn.Module) -> nn.Sequential:

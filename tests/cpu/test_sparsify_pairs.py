@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import recipe
-from twell._runtime.log import warn_once
-from twell._sparsify import layers
+from twell.integrations.sparsify import layers
+from twell.runtime.log import warn_once
 
 
 class Residual(nn.Module):
@@ -188,8 +188,8 @@ def test_what_is_changed_later_computes_what_it_would_without_twell(
         called = torch.compile(sparse, backend="eager") if how == "graph" else sparse
     runs: list[Any] = []
     if how == "eager":
-        of = twell.functional.run
-        monkeypatch.setattr(twell.functional, "run", lambda *args: (runs.append(args), of(*args))[1])
+        of = twell.call.functional.run
+        monkeypatch.setattr(twell.call.functional, "run", lambda *args: (runs.append(args), of(*args))[1])
     for training, autocast in ((True, False), (False, False), (True, True))[: 3 if how == "eager" else 2]:
         results = []
         for m, call in ((dense, dense), (sparse, called)):

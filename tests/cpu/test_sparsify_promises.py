@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
-from twell._sparsify import SparseDown, known, layers, sparsify_
-from twell.nn import SparseGatedMLP
+from twell.integrations.sparsify import SparseDown, known, layers, sparsify_
+from twell.nn.layers import SparseGatedMLP
 
 
 class ActNorm(nn.Module):

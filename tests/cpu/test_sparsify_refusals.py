@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from ffns import BF16, Block, Coded, Gated, K, N, Wi, Wrapped, take, tokens, written
 from torch import Tensor, nn
 
-from twell.nn import SparseFFN
+from twell.nn.layers import SparseFFN
 
 
 class HalfLinear(nn.Linear):

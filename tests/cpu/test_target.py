@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from twell import recipe
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.recipe import TargetSparsity, TargetThreshold, _inputs
 from twell.recipe._inputs import Input
 

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from twell import recipe
 from twell.integrations._trainer import SparsityCallback
 from twell.integrations.transformers import load
-from twell.nn import SparseGatedMLP
+from twell.nn.layers import SparseGatedMLP
 
 VOCABULARY, LENGTH = 32, 12
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import testing
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 
 BF16 = torch.bfloat16
 Loss = Callable[[Tensor, twell.Aux], Tensor]

@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
 from tests.cpu.test_hybrid import forward, parts, problem, upstream
-from twell import _autograd, ops, testing
-from twell._activation import RELU, activation_of
-from twell._runtime import geometry, resolve, specs
+from twell import ops, testing
+from twell.base.activation import RELU, activation_of
+from twell.call import autograd
 from twell.ops import screened
 from twell.ops.hybrid_backward import build
 from twell.ops.hybrid_forward import forward_of
 from twell.ops.operands import Form, made
+from twell.runtime import geometry, resolve, specs
 
 BF16 = torch.bfloat16
 MULTIPLIED = ["sampled_up", "gathered", "overflow"]
@@ -163,8 +164,8 @@ def test_operands_that_kernels_read_only_as_copies_go_the_long_way(
 ) -> None:
     """The operators copy them, in forward and in backward."""
     seen = []
-    original = _autograd.passes_of
-    monkeypatch.setattr(_autograd, "passes_of", lambda *how: seen.append(original(*how)) or seen[-1])
+    original = autograd.passes_of
+    monkeypatch.setattr(autograd, "passes_of", lambda *how: seen.append(original(*how)) or seen[-1])
     step = Step()
     for name, operand in step.operands.items():
         for misaligned in (False, True):

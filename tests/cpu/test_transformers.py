@@ -15,10 +15,10 @@ transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 import twell  # noqa: E402
-from twell._sparsify import layers  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
+from twell.integrations.sparsify import layers  # noqa: E402
 from twell.integrations.transformers import load, sparsify  # noqa: E402
-from twell.nn import SparseMLP  # noqa: E402
+from twell.nn.layers import SparseMLP  # noqa: E402
 
 BF16 = torch.bfloat16
 K, N, VOCABULARY = 32, 72, 61

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 import twell
 from tests.habits.derivatives import DERIVATIVES, by_torch, tangent_of
 from twell import ops
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 
 BF16 = torch.bfloat16
 M, K, N = 5, 8, 24

@@ -15,12 +15,12 @@ import torch
 
 from profiling import tune as shipped
 from twell import testing
-from twell._runtime import device, fingerprint, specs
 from twell.choose import cards, rates
 from twell.choose.cards import Rates
 from twell.choose.rates import Figures, Problem
 from twell.commands import timing, tune
 from twell.commands.request import RequestError
+from twell.runtime import device, fingerprint, specs
 
 GPU = "NVIDIA H20-3e"
 MACHINE = f"{GPU} (132 SMs, 79 GiB); driver 580; torch 2.11.0; kernels 0123abcd"

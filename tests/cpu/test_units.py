@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from twell._runtime import geometry
+from twell.runtime import geometry
 
 pytest.importorskip("cutlass")
 

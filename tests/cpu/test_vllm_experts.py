@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from twell import tuning
-from twell._activation import Activation
-from twell._runtime import specs
-from twell.float8 import E4M3, Float8, formula, quantize, quantize_tokens
+from twell.base.activation import Activation
+from twell.choose import tuning
 from twell.integrations import _vllm_kernels, layouts
+from twell.ops.float8 import E4M3, Float8, formula, quantize, quantize_tokens
+from twell.runtime import specs
 
 NAME = "twell.integrations._vllm_experts"
 LAYERS = "vllm.model_executor.layers"
@@ -226,7 +226,7 @@ def test_what_a_gpu_runs(experts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros, calls, real = torch.zeros, [], torch.ops.twell.experts
+    zeros, calls, real = torch.zeros, [], torch.ops.twell.call.experts
 
     def called(*arguments: Any) -> None:
         calls.append(arguments)
@@ -264,7 +264,7 @@ def test_the_log_says_what_runs(experts: Any, caplog: pytest.LogCaptureFixture) 
     formats = "all weights must be in 16 bits, or with their inputs in e4m3"
     assert [record.getMessage() for record in caplog.records] == [
         f"twell: 1 layers of experts run as without twell: {formats}, got AWQMoEMethod",
-        'twell: 1 layers of experts run through torch.ops.twell.experts: strategy "row+invariant"',
+        'twell: 1 layers of experts run through torch.ops.twell.call.experts: strategy "row+invariant"',
     ]
 
 
@@ -331,7 +331,7 @@ def test_experts_in_e4m3_run_through_their_operator(
     layers.take_float8(layer)
     layers.tell(layer)
     assert [record.getMessage() for record in caplog.records] == [
-        'twell: 1 layers of experts of e4m3 weights run through torch.ops.twell.experts: strategy "row"'
+        'twell: 1 layers of experts of e4m3 weights run through torch.ops.twell.call.experts: strategy "row"'
     ]
     method = layer.quant_method
     assert type(method).__name__ == "Fp8MoEMethod"

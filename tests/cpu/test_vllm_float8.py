@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from twell import tuning
-from twell._runtime import specs
-from twell.float8 import E4M3, quantize
+from twell.choose import tuning
 from twell.integrations import _vllm_float8
+from twell.ops.float8 import E4M3, quantize
+from twell.runtime import specs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 N, K = 24, 32

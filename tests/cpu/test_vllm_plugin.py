@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from tests.cpu import fake_gpu
-from twell import _configuration
-from twell._activation import Activation
-from twell._runtime import device, host
+from twell.base.activation import Activation
 from twell.choose import cards
 from twell.choose import site as sites
 from twell.choose.plan import Facts, routed
 from twell.choose.rates import Figures, Problem
-from twell.float8 import E4M3
 from twell.integrations import _vllm_auto, _vllm_kernels, layouts
 from twell.integrations import vllm as plugin
 from twell.integrations._vllm_auto import FIRST_STEPS, Kept, ServedStrategy, watch
+from twell.nn import configuration
+from twell.ops.float8 import E4M3
 from twell.ops.library import check_layer
 from twell.ops.operands import Layer
+from twell.runtime import device, host
 
 transformers = pytest.importorskip("transformers")
 CONFIG_MAPPING = transformers.models.auto.configuration_auto.CONFIG_MAPPING
@@ -137,10 +137,10 @@ def test_activations_that_no_stock_class_has_stay(architecture: str) -> None:
     config = transformers.LlamaConfig(hidden_act="relu2", architectures=[architecture])
     assert plugin.correct(config) == ""
     # it has this one
-    assert not _configuration.as_stock(config)
+    assert not configuration.as_stock(config)
     config = transformers.LlamaConfig(hidden_act="fatrelu", hidden_act_param=0.5, architectures=[architecture])
     assert plugin.correct(config) == ""
-    found = _configuration.as_stock(config)
+    found = configuration.as_stock(config)
     assert (list(found.values()), config.hidden_act) == ([Activation("fatrelu", 0.5)], "relu")
     for key, activation in found.items():
         key.write(config, activation)

@@ -16,7 +16,7 @@ import pytest
 import tvm_ffi
 
 from cute_kernels import catalog, fingerprint, specs
-from twell._runtime import packaged
+from twell.runtime import packaged
 
 LIBRARY = "twell/_lib/libtwell_kernels.so"
 SITE = Path(sysconfig.get_path("purelib"))
@@ -172,7 +172,7 @@ def test_every_packaged_kernel_loads_without_the_compiler(
 import sys, torch, twell
 from twell.cute_kernels import catalog
 from twell.nn import SparseGatedMLP
-from twell._runtime import packaged
+from twell.runtime import packaged
 assert twell.__file__.startswith(sys.prefix), twell.__file__
 for arch in {list(parts)}:
     for symbol in {symbols} if arch == "sm_90a" else [spec.symbol for spec in catalog.of_architecture(arch)]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from twell._runtime import cache, fingerprint, packaged, specs
+from twell.runtime import cache, fingerprint, packaged, specs
 
 # A function by the calling convention of tvm-ffi that returns an integer.
 SOURCE = """

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import twell
 from twell import recipe
-from twell.distributed import tensor_parallel_plan
+from twell.nn.distributed import tensor_parallel_plan
 from twell.recipe import _inputs
 
 

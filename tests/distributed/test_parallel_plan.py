@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 import twell
 from twell import recipe
-from twell.distributed import SparseMLPParallel, tensor_parallel_plan
+from twell.nn.distributed import SparseMLPParallel, tensor_parallel_plan
 
 pytest.importorskip("transformers")
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell._sparsify.modules import pair_up
-from twell.distributed import SparseMLPParallel
+from twell.nn.converted import pair_up
+from twell.nn.distributed import SparseMLPParallel
 
 HIDDEN, NEURONS, COEFFICIENT = 16, 32, 0.3
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import twell
-from twell.distributed import SparseMLPParallel
+from twell.nn.distributed import SparseMLPParallel
 
 HIDDEN, NEURONS = 16, 32
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import twell
-from twell import _autograd
+from twell.call import autograd
 from twell.ops.operands import Layer
 
 BATCH, SEQUENCE, HIDDEN, NEURONS = 2, 6, 16, 32
@@ -216,14 +216,14 @@ def still_under_way(device: torch.device) -> None:
     }
     gathered = sharded["x"].redistribute(placements=[Replicate()], async_op=True)
     seen: list[type] = []
-    original = _autograd.ffn
+    original = autograd.ffn
 
     def note(name: str, layer: Layer, *rest: Any) -> Any:
         seen.append(type(layer.x))
         return original(name, layer, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_autograd, "ffn", note)
+        patch.setattr(autograd, "ffn", note)
         y, aux = call({**sharded, "x": gathered}, return_aux=True)
     loss(y, aux).backward()
     torch.testing.assert_close(whole(sharded["x"].grad), gradients["x"])

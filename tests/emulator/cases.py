@@ -11,7 +11,7 @@ from tests.cases.judged import Result
 from tests.cases.verdicts import judge
 from tests.cpu import fake_gpu
 from tests.emulator.launch import Emulator
-from twell._runtime import device, geometry, resolve, specs
+from twell.runtime import device, geometry, resolve, specs
 from twell.testing.calls import caller, surroundings
 from twell.testing.case import Case
 from twell.testing.operands import build, laid_out

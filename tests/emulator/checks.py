@@ -15,11 +15,12 @@ from torch import Tensor
 
 from tests import programs
 from tests.quantized import assert_right, hostile
-from twell import ops, reference, testing, tuning
-from twell._activation import RELU, activation_of, threshold_pair
-from twell._runtime import geometry, specs
-from twell.ops import hybrid
+from twell import ops, testing
+from twell.base.activation import RELU, activation_of, threshold_pair
+from twell.choose import tuning
+from twell.ops import hybrid, reference
 from twell.ops.library import launch
+from twell.runtime import geometry, specs
 
 BF16 = torch.bfloat16
 NONE = torch.empty(0, dtype=BF16)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tests.cpu.fake_gpu import forget_programs
 from tests.emulator import ptx
-from twell import tuning
-from twell._runtime import device, host, resolve, specs
+from twell.choose import tuning
+from twell.runtime import device, host, resolve, specs
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILERS = ("c++", "g++", "clang++")

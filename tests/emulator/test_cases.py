@@ -5,8 +5,8 @@ import pytest
 from tests.emulator import cases
 from tests.emulator.launch import Emulator, Schedule
 from tests.emulator.test_kernels import SEEDS
-from twell import tuning
-from twell._runtime import geometry
+from twell.choose import tuning
+from twell.runtime import geometry
 
 LINES = """
 layer m=130 k=72 n=264 density=0.02 strategy=union+screen aux=True

@@ -5,8 +5,8 @@ import torch
 
 from tests.emulator import cases, checks
 from tests.emulator.launch import Emulator, Schedule
-from twell import tuning
-from twell._runtime import fingerprint
+from twell.choose import tuning
+from twell.runtime import fingerprint
 from twell.testing.case import Case
 
 # in order and in two random schedules, one of which is nightly: which of them hangs on the kernels

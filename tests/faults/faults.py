@@ -41,14 +41,14 @@ FAULTS = (
     # ---- kernels ----
     Fault(
         "kernels: rank without a barrier",
-        "cute_kernels/rank.py",
+        "cute_kernels/all_gpus/rank.py",
         "counts.iterator + OWN * thread, 4))\n        cute.arch.sync_threads()\n",
         "counts.iterator + OWN * thread, 4))\n",
         "tests/emulator/test_kernels.py -k popularity",
     ),
     Fault(
         "kernels: last token tile has all rows",
-        "cute_kernels/compact_ranges.py",
+        "cute_kernels/all_gpus/compact_ranges.py",
         "pairs = Int32(cutlass.min(Int64(stats.shape[0]) * stats.shape[1] - first, Int64(pairs)))",
         "pairs = Int32(pairs)",
         "tests/emulator/test_kernels.py -k token_tiles",
@@ -83,7 +83,7 @@ FAULTS = (
     ),
     Fault(
         "kernels: over-full products begin before all parts are there",
-        "cute_kernels/overflow.py",
+        "cute_kernels/all_gpus/overflow.py",
         "                met = self.meet(o, s, met)\n                index = ",
         "                index = ",
         'tests/emulator/test_cases.py -k "too_many and 600"',
@@ -137,7 +137,7 @@ FAULTS = (
     # ---- gradients ----
     Fault(
         "gradients: bias gradients swapped",
-        "python/twell/_autograd.py",
+        "python/twell/call/autograd.py",
         "every = dx, dw_gate, dw_up, dw_down, db_gate, db_up",
         "every = dx, dw_gate, dw_up, dw_down, db_up, db_gate",
         "tests/cases/test_cases.py -k pinned",
@@ -151,14 +151,14 @@ FAULTS = (
     ),
     Fault(
         "gradients: main_grad overwritten",
-        "python/twell/_autograd.py",
+        "python/twell/call/autograd.py",
         "ctx.main.add_(gradient)",
         "ctx.main.copy_(gradient)",
         'tests/habits/test_habits.py -k "test_habit and mains"',
     ),
     Fault(
         "gradients: half the derivative of squared ReLU",
-        "python/twell/_activation.py",
+        "python/twell/base/activation.py",
         "d_gate = upstream * (2 * own)",
         "d_gate = upstream * own",
         "tests/cases/test_cases.py -k pinned",
@@ -223,35 +223,35 @@ FAULTS = (
     # ---- sparsify ----
     Fault(
         "sparsify: any subclass of nn.Linear is taken",
-        "python/twell/_sparsify/candidates.py",
+        "python/twell/integrations/sparsify/candidates.py",
         "if not isinstance(linear, nn.Linear) or any(vars(base).keys() - _OF_LINEARS for base in own):",
         "if not isinstance(linear, nn.Linear):",
         "tests/cpu/test_sparsify_refusals.py -k hooks_or_state",
     ),
     Fault(
         "sparsify: pair loses its biases",
-        "python/twell/_sparsify/modules.py",
+        "python/twell/nn/converted.py",
         'self.register_parameter("bias", linear.bias)',
         'self.register_parameter("bias", None)',
         "tests/cpu/test_sparsify.py -k same_function",
     ),
     Fault(
         "sparsify: gradients are not compared",
-        "python/twell/_sparsify/equivalence.py",
+        "python/twell/integrations/sparsify/equivalence.py",
         "    if setting.grad and roots:",
         "    if False:",
         "tests/cpu/test_sparsify_refusals.py -k refused",
     ),
     Fault(
         "sparsify: large values are not tried",
-        "python/twell/_sparsify/equivalence.py",
+        "python/twell/integrations/sparsify/equivalence.py",
         "    Setting(_F32, True, scale=1e5),\n",
         "",
         "tests/cpu/test_sparsify_refusals.py -k refused",
     ),
     Fault(
         "sparsify: a dropout of the hidden state is lost",
-        "python/twell/_sparsify/candidates.py",
+        "python/twell/integrations/sparsify/candidates.py",
         "if differs(candidate, half, alone=True, settings=MODES) and not differs(named, half, settings=MODES):",
         "if False:",
         "tests/cpu/test_sparsify_pairs.py -k whole_hidden_state",
@@ -296,14 +296,14 @@ FAULTS = (
     # ---- refusals ----
     Fault(
         "refusals: another 16-bit dtype of a weight is not named",
-        "python/twell/_admission.py",
+        "python/twell/call/admission.py",
         "    if len({t.dtype for t in operands.values()}) > 1:",
         "    if len({t.dtype.itemsize for t in operands.values()}) > 1:",
         "tests/habits/test_habits.py -k test_refusal",
     ),
     Fault(
         "refusals: main_grad that requires a gradient is taken",
-        "python/twell/_admission.py",
+        "python/twell/call/admission.py",
         "            and not main.requires_grad\n",
         "",
         "tests/habits/test_habits.py -k test_refusal",
@@ -341,7 +341,7 @@ FAULTS = (
     # ---- thresholds ----
     Fault(
         "thresholds: upper end of a window counts",
-        "python/twell/_choice.py",
+        "python/twell/call/choice.py",
         "above.double() < high",
         "above.double() <= high",
         "tests/cases/test_cases.py -k pinned",
@@ -349,21 +349,21 @@ FAULTS = (
     # ---- adapters ----
     Fault(
         "adapters: scale of a low-rank product is 1",
-        "python/twell/_projections.py",
+        "python/twell/nn/projections.py",
         "b.shape[1], None, scale)",
         "b.shape[1], None, 1)",
         "tests/cpu/test_adapted.py -k errors_are",
     ),
     Fault(
         "adapters: sources are saved with what becomes of their parameters",
-        "python/twell/_columns.py",
+        "python/twell/nn/columns.py",
         "None if t is None else t.detach() for t in given",
         "None if t is None else t for t in given",
         "tests/cpu/test_adapted.py -k parameters_of_forward",
     ),
     Fault(
         "adapters: copies of weights live until backward",
-        "python/twell/_columns.py",
+        "python/twell/nn/columns.py",
         "ctx.call, ctx.matrices, ctx.columns =",
         "ctx.own = inputs[-7]\n        ctx.call, ctx.matrices, ctx.columns =",
         "tests/cpu/test_adapted.py -k no_copy",
@@ -394,14 +394,14 @@ FAULTS = (
     # ---- saved models ----
     Fault(
         "saved models: threshold of an activation is 0",
-        "python/twell/_configuration.py",
+        "python/twell/nn/configuration.py",
         "float(activation.threshold)",
         "0.0",
         "tests/cpu/test_transformers.py -k saved_as_it_is",
     ),
     Fault(
         "saved models: a key that other layers share is written",
-        "python/twell/_configuration.py",
+        "python/twell/nn/configuration.py",
         "if other is not None and",
         "if other is None and",
         "tests/cpu/test_transformers.py -k without_a_key_of_its",
@@ -416,21 +416,21 @@ FAULTS = (
     # ---- analyze ----
     Fault(
         "analyze: tokens that wait for a whole tile are lost",
-        "python/twell/_analyze/figures.py",
+        "python/twell/integrations/analyze/figures.py",
         "block = torch.cat((self._waiting, pattern))",
         "block = pattern",
         "tests/cpu/test_analyze.py -k plain_loops",
     ),
     Fault(
         "analyze: a decoder's tokens of padding count",
-        "python/twell/_analyze/layers.py",
+        "python/twell/integrations/analyze/layers.py",
         'decoder = paired and "decoder" in at.name.split(".")',
         "decoder = False",
         "tests/cpu/test_analyze.py -k models_in_memory",
     ),
     Fault(
         "analyze: a verdict on e4m3 by what was measured in 16 bits",
-        "python/twell/_analyze/calls.py",
+        "python/twell/integrations/analyze/calls.py",
         'rates.MEASURED["e4m3" if each.float8 else "16 bits"]',
         'rates.MEASURED["16 bits"]',
         "tests/cpu/test_analyze.py -k verdict",
@@ -438,7 +438,7 @@ FAULTS = (
     # ---- autoencoders ----
     Fault(
         "autoencoders: a call without tokens moves the threshold",
-        "python/twell/_autoencoder.py",
+        "python/twell/nn/autoencoder.py",
         "self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))",
         "self.threshold.copy_(moved)",
         "tests/cpu/test_autoencoder.py -k moving_threshold",

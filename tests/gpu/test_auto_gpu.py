@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import twell
 from tests import programs
 from tests.gpu.strategies import BOTH, module, set_weights
-from twell import testing, tuning
-from twell._runtime import specs
-from twell.choose import rates
+from twell import testing
+from twell.choose import rates, tuning
 from twell.ops import screened
+from twell.runtime import specs
 from twell.testing import FFN
 
 M = 4096

@@ -14,7 +14,7 @@ from tests.cases.pinned import ON_GPUS, PINNED
 from tests.cases.verdicts import asks_nothing, attempt, judge, spoil, tensors
 from tests.fuzz import usable
 from twell import testing
-from twell._runtime import device, geometry, program
+from twell.runtime import device, geometry, program
 from twell.testing.calls import caller
 from twell.testing.case import KINDS, Case
 from twell.testing.operands import build, laid_out

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 import twell
 from tests.gpu.strategies import BF16, BIASES, CUDA, assert_nothing_waits, module
-from twell import _compaction, testing
-from twell.nn import SparseGatedMLP
+from twell import testing
+from twell.nn import compaction
+from twell.nn.layers import SparseGatedMLP
 from twell.testing import FFN
 
 
@@ -38,7 +39,7 @@ def test_counts_are_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     with torch.no_grad():
         _, aux = mlp(p.x, return_aux=True)
     assert int(layer.counts.sum()) == round(float(aux.l0) * 4096)
-    monkeypatch.setattr(_compaction, "CHUNK_GATES", 1 << 20)
+    monkeypatch.setattr(compaction, "CHUNK_GATES", 1 << 20)
     assert torch.equal(counted(mlp, p.x).counts, expected)
 
 

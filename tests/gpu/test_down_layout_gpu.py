@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import twell
 from tests.habits.entries import Block, Named
-from twell import _memory
-from twell.nn import SparseGatedMLP, explain, set_down_layout
+from twell.base import memory
+from twell.nn.layers import SparseGatedMLP, explain, set_down_layout
 
 BF16 = torch.bfloat16
 K, N = 264, 776
@@ -31,7 +31,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 
 def layer_of(model: nn.Module) -> Any:
-    return next(iter(twell._sparsify.layers(model).values()))
+    return next(iter(twell.integrations.sparsify.layers(model).values()))
 
 
 def is_rows(model: nn.Module) -> bool:
@@ -114,7 +114,7 @@ def test_compiled_graphs_follow_the_layout(mode: str) -> None:
         for _ in range(3):
             assert torch.equal(compiled(x), expected)
     # a captured graph holds on to it
-    assert is_rows_of(layer) == (mode == "reduce-overhead") == _memory.is_captured(layer.down_proj.weight)
+    assert is_rows_of(layer) == (mode == "reduce-overhead") == memory.is_captured(layer.down_proj.weight)
 
 
 def test_threads_and_streams() -> None:

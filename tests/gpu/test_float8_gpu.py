@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 import twell
-from twell import float8, testing
-from twell.float8 import E4M3, Float8
+from twell import testing
+from twell.ops import float8
 from twell.ops.e4m3 import hidden_in_float8, product, tokens_in_float8
+from twell.ops.float8 import E4M3, Float8
 
 CUDA = torch.device("cuda")
 

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from tests import programs
 from tests.gpu.strategies import CUDA, DTYPES
-from twell import _choice, ops, reference, testing
-from twell._activation import Activation
+from twell import ops, testing
+from twell.base.activation import Activation
+from twell.call import choice
+from twell.ops import reference
 from twell.testing.operands import LAYOUTS
 
 
@@ -54,7 +56,7 @@ def test_largest_of_a_batch(dtype: torch.dtype) -> None:
     gate = torch.randint(-30, 12, (300, 1000), device=CUDA).to(dtype)
     gate[3, 5], gate[30, 1], gate[9] = torch.inf, torch.nan, -torch.inf
     for most in (0, 1, 900, 30000, 90000, 300000):
-        assert torch.equal(_choice.largest(gate, most).cpu(), _choice.largest(gate.cpu(), most))
+        assert torch.equal(choice.largest(gate, most).cpu(), choice.largest(gate.cpu(), most))
 
 
 @DTYPES
@@ -64,7 +66,7 @@ def test_window(m: int, n: int, dtype: torch.dtype) -> None:
     gate = (torch.randint(-9, 10, (m, n)) / 4).to(dtype)
     gate[0, 3], gate[-1, 5], gate[m // 2, 6], gate[0, 7] = torch.nan, torch.inf, -torch.inf, -0.0
     level = (torch.arange(n) % 5).to(dtype) / 4
-    bounds = level, *_choice.bounds(level, 1.0)
+    bounds = level, *choice.bounds(level, 1.0)
     right = gate.clone()
     expected = ops.window(right, *bounds)
     for more in (0, 3):

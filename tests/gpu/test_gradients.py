@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tests.gpu.strategies import BF16, BIASES, BOTH, CUDA
 from twell import ops, testing
-from twell._runtime import geometry
 from twell.ops import hybrid
+from twell.runtime import geometry
 from twell.testing import FFN
 
 Gradients = dict[str, Tensor]

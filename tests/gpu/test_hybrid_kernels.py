@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tests import programs
 from tests.cases import formats
-from twell import testing, tuning
-from twell._runtime import device, geometry, specs
+from twell import testing
+from twell.choose import tuning
 from twell.ops.library import launch
+from twell.runtime import device, geometry, specs
 
 BF16, FP16 = torch.bfloat16, torch.float16
 POISON = 0x55

@@ -9,7 +9,7 @@ from torch import Tensor
 import twell
 from tests.gpu.strategies import BY_NAME, exact
 from twell import ops, testing
-from twell.functional import Strategy
+from twell.call.functional import Strategy
 
 LIMIT = 1 << 31
 pytestmark = pytest.mark.slow

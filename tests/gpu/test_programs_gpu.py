@@ -10,8 +10,8 @@ from torch import Tensor
 import twell
 from tests.gpu.strategies import module
 from twell import testing
-from twell._runtime import host, program
 from twell.choose.plan import Route
+from twell.runtime import host, program
 
 CUDA = torch.device("cuda", 0)
 K, N = 1024, 2816

@@ -10,10 +10,12 @@ from activations import DTYPES, dense_layer, plain, same_bits
 from torch import Tensor
 
 import twell
-from twell import _autograd, ops, testing, tuning
-from twell._activation import RELU
-from twell._runtime import program
+from twell import ops, testing
+from twell.base.activation import RELU
+from twell.call import autograd
+from twell.choose import tuning
 from twell.ops.reglu import on_cuda as reglu_on_cuda
+from twell.runtime import program
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # a dense layer of many tokens is fused; the neurons are no multiple of eight
@@ -175,6 +177,6 @@ def test_training_takes_no_more_memory_than_plain_pytorch() -> None:
         y = f(p)
         kept.append(torch.cuda.memory_allocated() - before)
         del y
-    assert _autograd.fuses(torch.empty(M, N, dtype=BF16, device="cuda"), RELU, p.map(Tensor.detach))
+    assert autograd.fuses(torch.empty(M, N, dtype=BF16, device="cuda"), RELU, p.map(Tensor.detach))
     assert peaks[0] <= peaks[1]
     assert kept[0] <= kept[1]

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from tests.gpu.strategies import BF16, BIASES, CUDA, DTYPES, FP16, exact, pack
-from twell import ops, testing, tuning
-from twell._runtime import device, geometry, program, specs
+from twell import ops, testing
+from twell.choose import tuning
 from twell.ops.gate_pack import outputs
+from twell.runtime import device, geometry, program, specs
 from twell.testing import FFN
 
 SOME = pytest.mark.parametrize("m", [1, 3, 8, 17, 64, 65, 130, 256])

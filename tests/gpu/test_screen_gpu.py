@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tests import programs
 from tests.quantized import assert_right, hostile
-from twell import ops, reference, testing
-from twell._activation import Activation
-from twell._runtime import screen
+from twell import ops, testing
+from twell.base.activation import Activation
+from twell.ops import reference
+from twell.runtime import screen
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")

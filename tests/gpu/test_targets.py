@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from twell import recipe
-from twell.nn import SparseGatedMLP
+from twell.nn.layers import SparseGatedMLP
 
 CUDA = torch.device("cuda")
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.gpu.strategies import BY_NAME
 from twell import testing
-from twell._runtime import packaged
-from twell.functional import Strategy
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.call.functional import Strategy
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.runtime import packaged
 from twell.testing import FFN
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.habits.calls import close, floating, gradients, results, same, upstream
 from tests.habits.entries import LAYOUTS, Call, Entry
-from twell.nn import SparseFFN
+from twell.nn.layers import SparseFFN
 
 BF16 = torch.bfloat16
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import twell
 from twell import recipe
-from twell.nn import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
+from twell.nn.layers import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
 from twell.testing.case import BIASES, Case
 from twell.testing.operands import build, laid_out
 

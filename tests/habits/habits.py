@@ -24,8 +24,8 @@ from tests.habits import derivatives
 from tests.habits.calls import Operators, close, floating, gradients, results, rows, same, tokens_of
 from tests.habits.entries import LAYOUTS, SMALLER, Call, Entry
 from twell import PackedTwell
-from twell.float8 import Float8
-from twell.nn import SparseFFN
+from twell.nn.layers import SparseFFN
+from twell.ops.float8 import Float8
 from twell.testing import captured
 
 BF16 = torch.bfloat16

@@ -19,12 +19,13 @@ from torch.overrides import TorchFunctionMode
 import twell
 from tests.habits.entries import ENTRIES, Block, Fused
 from tests.habits.habits import results, same
-from twell import distributed, float8, recipe, testing
+from twell import recipe, testing
 from twell.choose.plan import Facts, routed
-from twell.float8 import E4M3, Float8
 from twell.integrations import gemma_scope, layouts
-from twell.nn import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
-from twell.ops import hybrid
+from twell.nn import distributed
+from twell.nn.layers import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
+from twell.ops import float8, hybrid
+from twell.ops.float8 import E4M3, Float8
 from twell.testing.case import Case
 
 BF16 = torch.bfloat16

@@ -15,8 +15,8 @@ import twell
 import twell.integrations.transformers as twell_hf
 from tests.cpu import float8_models, saved_models
 from tests.cpu.test_sparsify_float8 import KINDS, biases, layers, loaded, off, records, run, tokens
-from twell import float8
 from twell.commands import analyze
+from twell.ops import float8
 
 
 def dequantised(folder: Path) -> Any:

@@ -21,8 +21,8 @@ from torchao.quantization.granularity import PerGroup
 
 import twell
 import twell.integrations.transformers as twell_hf
-from twell import functional
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.call import functional
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 
 BF16 = torch.bfloat16
 K, N = 64, 128

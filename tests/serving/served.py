@@ -181,7 +181,7 @@ def in_float8(folder: Path, form: str, names: tuple[str, ...] = LINEAR) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from twell.float8 import quantize
+    from twell.ops.float8 import quantize
 
     settings, granularity, static = FLOAT8[form]
     tensors, skipped = {}, []

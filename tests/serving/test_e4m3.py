@@ -111,7 +111,7 @@ def test_experts_of_the_same_values_have_the_same_tokens(tmp_path: Path, serve: 
         in_float8(model, form)
         served = serve(model, dtype="bfloat16", hf_overrides=ROW, request=EXPERTS)
         assert served.experts_rows == [True] * LAYERS
-        through = 'run through torch.ops.twell.experts: strategy "row"'
+        through = 'run through torch.ops.twell.call.experts: strategy "row"'
         assert f"{LAYERS} layers of experts of e4m3 weights {through}" in served.log
         assert f"{THROUGH}:" in served.log
         made.append(served.tokens)
@@ -152,7 +152,7 @@ def served_layer(settings: Any, quantised: Any, gated: bool, bias: bool) -> Any:
     from torch import nn
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 
-    from twell._activation import RELU
+    from twell.base.activation import RELU
     from twell.integrations import _vllm_model
 
     layer = nn.Module()
@@ -199,7 +199,7 @@ def test_values_and_scales_are_those_of_the_checkpoint(
     import torch
     from vllm.model_executor.layers import linear
 
-    from twell import float8
+    from twell.ops import float8
 
     monkeypatch.setattr(linear, "tensor_model_parallel_all_reduce", lambda y: y)
     _, granularity, static = FLOAT8[form]

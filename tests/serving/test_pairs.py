@@ -73,7 +73,7 @@ def found(kind: str, activation: str = "relu", **config: Any) -> Any:
 
 
 def test_what_counts_as_a_layer_of_the_transformers_backend() -> None:
-    from twell._activation import RELU, Activation
+    from twell.base.activation import RELU, Activation
     from twell.integrations._vllm_model import FFN
 
     assert found("Arcee", "relu2") == FFN("up_proj", "act_fn", "down_proj", Activation("relu2"))

@@ -237,7 +237,7 @@ def test_layers_run_as_without_twell_for_a_reason() -> None:
         UnquantizedLinearMethod,
     )
 
-    from twell._activation import RELU
+    from twell.base.activation import RELU
     from twell.integrations._vllm_model import FFN, why_not
 
     class Int8Method(UnquantizedLinearMethod):

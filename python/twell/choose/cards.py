@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from twell import _files
-from twell._modes import constant
-from twell._runtime import cache, device, env, fingerprint, geometry, specs
-from twell._runtime.log import logger, warn_once
+from twell.base import files
+from twell.runtime import cache, device, env, fingerprint, geometry, specs
+from twell.runtime.log import logger, warn_once
+from twell.runtime.modes import constant
 
 
 class Rates(NamedTuple):
@@ -195,7 +195,7 @@ def write(card: Card) -> Path:
     """Write the user's card, whole or not at all. Raises OSError or UnsafeCacheError if the cache cannot be written."""
     path = cache.open_folder(FOLDER) / path_of(card.gpu).name
     with cache.lock(path.with_suffix(".lock")):
-        _files.write_text(path, json.dumps(as_json(card), indent=1) + "\n")
+        files.write_text(path, json.dumps(as_json(card), indent=1) + "\n")
     return path
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from twell._arguments import require_flag
-from twell._runtime import geometry, specs
+from twell.base.arguments import require_flag
 from twell.choose.rates import SCREENED
+from twell.runtime import geometry, specs
 
 STRATEGIES = ("auto", "dense", "row", "union")
 _SCREENING = ("auto", "union")

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from twell._runtime import geometry, specs
 from twell.choose.cards import SHIPPED, Card, Rates
-from twell.tuning import decode, gate_pack
+from twell.choose.tuning import decode, gate_pack
+from twell.runtime import geometry, specs
 
 # "union" with the int8 screen of the gate, which "auto" alone may choose
 SCREENED = "union+screen"

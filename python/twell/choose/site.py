@@ -20,13 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from twell import _modes
-from twell._arguments import require_integer
-from twell._runtime import device, geometry
-from twell._runtime.log import logger
+from twell.base.arguments import require_integer
 from twell.choose import cards, rates
 from twell.choose.explanation import Choice
 from twell.choose.plan import Route, route_of
+from twell.runtime import device, geometry, modes
+from twell.runtime.log import logger
 
 # Compiled graphs of training, whose number of tokens may be symbolic, are dense for at most so many. For more they run
 # what most calls do or, before any, what is right for the typical number.
@@ -364,10 +363,10 @@ class AutoStrategy:
         """Choose the route of a call on x [..., K] with n neurons; the call is not being traced."""
         # fake tensors have no figures, and a captured graph would leave them at each replay
         real = type(x) is Tensor or type(x) is torch.nn.Parameter
-        capturing = real and _modes.capturing(x)
+        capturing = real and modes.capturing(x)
         sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
         problem = rates.Problem(*sizes, not capturing, float8, one_pass)
-        holder = self if training and _modes.checkpointed() else None
+        holder = self if training and modes.checkpointed() else None
         if real and (card := cards.in_use(x.device)) is not self._card:
             self._move(card)
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
@@ -382,7 +381,7 @@ class AutoStrategy:
             if not due or waits or not problem.m:
                 route = route_of(strategy, None, holder, bucket.held)
                 asks = due or waits or bucket.late
-                if asks or holder is not None or (training and _modes.in_backward()):
+                if asks or holder is not None or (training and modes.in_backward()):
                     return route
                 return route._replace(until=(bucket, bucket.version))
             screen = (
@@ -422,7 +421,7 @@ class AutoStrategy:
 
         A reentrant checkpoint has no earlier one: its forward pass was inference.
         """
-        return _modes.in_backward() and len(self._open) > 0
+        return modes.in_backward() and len(self._open) > 0
 
     def choose(self, problem: rates.Problem) -> rates.Decision:
         """Count a call and return its decision."""
@@ -616,7 +615,7 @@ def without_site(
     x: Tensor, n: int, gated: bool, training: bool, down_copied: bool, one_pass: bool = True, float8: bool = False
 ) -> Route:
     """The route of a call on x [..., K] that "auto" chooses and that has no site to remember figures."""
-    eager = not (type(x) is Tensor and _modes.capturing(x))
+    eager = not (type(x) is Tensor and modes.capturing(x))
     sizes = tokens_of(x), x.shape[-1], n, gated, training, down_copied
     problem = rates.Problem(*sizes, False, eager, float8, one_pass)
     return route_of(rates.decide_once(problem, cards.in_use(x.device)))

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from twell import _files
-from twell._analyze import report
-from twell._analyze.calls import Call
-from twell._analyze.experts import STEPS
-from twell._analyze.figures import LayerSparsity
-from twell._analyze.layers import found
-from twell._analyze.report import DECODE, PREFILL, TRAINING, Analysis, calls_of
-from twell._runtime import geometry
+from twell.base import files
 from twell.choose.cards import to_predict
 from twell.choose.rates import ASSUMED_DENSITY
 from twell.commands import saved_model, served
 from twell.commands.request import RequestError, at_least, check_file, number_above, pick_device
 from twell.integrations import layouts
+from twell.integrations.analyze import report
+from twell.integrations.analyze.calls import Call
+from twell.integrations.analyze.experts import STEPS
+from twell.integrations.analyze.figures import LayerSparsity
+from twell.integrations.analyze.layers import found
+from twell.integrations.analyze.report import DECODE, PREFILL, TRAINING, Analysis, calls_of
+from twell.runtime import geometry
 
 DESCRIPTION = """\
 Run a model on text, report the sparsity of each feed-forward layer, and predict the times of calls beside those of
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save:
         _save(folder, analysis.layers)
     if arguments.json is not None:
-        _files.write_text(arguments.json, json.dumps(analysis.as_json(), indent=1) + "\n")
+        files.write_text(arguments.json, json.dumps(analysis.as_json(), indent=1) + "\n")
         print(f"JSON: {arguments.json.absolute()}")
     print(analysis.verdict)
     return 0
@@ -196,7 +196,7 @@ def _save(folder: Path, layers: Sequence[LayerSparsity]) -> None:
     if any(each.union is None or each.mixed is None for each in layers):
         raise RequestError("--save: expected batches of 128 tokens or more, got smaller ones")
     entries = [[round(each.mean, 2), round(each.union or 0, 5), round(each.mixed or 0, 5)] for each in layers]
-    _files.write_text(folder / layouts.CONFIG, json.dumps(content | {layouts.FIGURES_KEY: entries}, indent=2) + "\n")
+    files.write_text(folder / layouts.CONFIG, json.dumps(content | {layouts.FIGURES_KEY: entries}, indent=2) + "\n")
     print(f"Figures written: {layouts.FIGURES_KEY} in {folder / layouts.CONFIG}")
 
 

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell import recipe, testing
-from twell._files import files_below
-from twell._runtime.device import SM_90
-from twell._text import aligned
+from twell.base.files import files_below
+from twell.base.text import aligned
+from twell.call.functional import Strategy
 from twell.commands import timing
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, number_above, pick_device
-from twell.functional import Strategy
-from twell.nn import SparseGatedMLP, set_down_layout, set_strategy
+from twell.nn.layers import SparseGatedMLP, set_down_layout, set_strategy
+from twell.runtime.device import SM_90
 
 DESCRIPTION = """\
 Train a small transformer with ReLU-gated feed-forward layers and an L1 term on text, byte by byte, run its layers

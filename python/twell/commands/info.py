@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import twell
-from twell._runtime import cache, device, env, fingerprint, host, packaged, specs
-from twell._runtime.log import logger
 from twell.choose.cards import read
+from twell.runtime import cache, device, env, fingerprint, host, packaged, specs
+from twell.runtime.log import logger
 
 # nvidia-cutlass-dsl is the compiler, which is optional
 PACKAGES: tuple[str, ...] = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")

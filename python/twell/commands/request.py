@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from twell._runtime.log import logger
+from twell.runtime.log import logger
 
 # What a command may raise where it cannot do what was asked. Any other error is a fault of twell.
 REFUSALS = (ValueError, NotImplementedError, OSError, ImportError)

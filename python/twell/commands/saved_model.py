@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from twell import _sparsify
-from twell._activation import NAMES_OF_FAMILY, Activation
-from twell._files import files_below
-from twell._runtime.log import logger
-from twell._text import counted
+from twell.base.activation import NAMES_OF_FAMILY, Activation
+from twell.base.files import files_below
+from twell.base.text import counted
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
-from twell.integrations import layouts
+from twell.integrations import layouts, sparsify
+from twell.runtime.log import logger
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -150,16 +149,16 @@ def load(
     left = stacked.left(model)
     served = [each for _, each in stacked.found(model)]
     try:
-        if opened.own or activation is None or _sparsify.layers(model):
+        if opened.own or activation is None or sparsify.layers(model):
             opened.with_layers(strategy="dense")
-            layers = _sparsify.layers(model).values()
+            layers = sparsify.layers(model).values()
             if activation is not None:
                 own = {layer.activation for layer in layers} - {activation}
                 was = " and ".join(sorted(NAMES_OF_FAMILY[name] for name in own))
                 for layer in layers:
                     integration.give(layer, Activation(activation))
         else:
-            was = _replaced(_sparsify.plan(model, None, activation, "dense", served=served))
+            was = _replaced(sparsify.plan(model, None, activation, "dense", served=served))
             integration.sparsify(model, activation=activation, strategy="dense")
     except (ValueError, TypeError) as error:
         if left and "stacked in one tensor" in str(error):
@@ -168,17 +167,17 @@ def load(
             raise RequestError(f"MODEL: {error}") from error
         message = f"MODEL: {error}. {remedy}"
         try:
-            planned = _sparsify.plan(model, None, "relu", "dense")
+            planned = sparsify.plan(model, None, "relu", "dense")
         except (ValueError, TypeError):
             raise RequestError(message) from error
         raise WithoutZeros(message, folder, _replaced(planned), [c.shape for c in planned.candidates], left) from error
-    if not experts and not _sparsify.layers(model):
+    if not experts and not sparsify.layers(model):
         raise RequestError("MODEL: expected layers besides experts stacked in one tensor, got such experts alone")
     stored = (content.get("quantization_config") or {}).get("quant_method", "")
     return Loaded(model.to(device).eval(), tokenizer, folder, was, left, stored)
 
 
-def _replaced(planned: _sparsify.Plan) -> str:
+def _replaced(planned: sparsify.Plan) -> str:
     """The activations that a plan replaces, in words."""
     return " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
 

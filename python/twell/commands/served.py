@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from twell import _configuration, _record
-from twell._activation import NAMES_OF_FAMILY, activation_of
-from twell._analyze.figures import LayerSparsity
-from twell._sparsify.quantised import SCALES, require_e4m3
+from twell.base.activation import NAMES_OF_FAMILY, activation_of
 from twell.choose.plan import PACKED_DTYPES, Facts, Route, unpackable
 from twell.commands import saved_model
 from twell.commands.request import RequestError
-from twell.float8 import granularity_of
 from twell.integrations import layouts, vllm
+from twell.integrations.analyze.figures import LayerSparsity
+from twell.integrations.sparsify.quantised import SCALES, require_e4m3
+from twell.nn import configuration, record
+from twell.ops.float8 import granularity_of
 
 # Names in headers of safetensors files; vLLM turns weights of 32 bits to 16.
 _DTYPES = ("BF16", "F16", "F32")
@@ -34,7 +34,7 @@ def read(folder: Path, content: dict[str, Any], ranks: int) -> tuple[list[LayerS
     """
     lines = [_served(content)]
     try:
-        _record.require_named(content)
+        record.require_named(content)
         # predictions know no candidates, and so no screen
         requested = layouts.route_of(content)._replace(screen=False)
         found, dtypes = layers_of(folder, content)
@@ -70,7 +70,7 @@ def _served(content: dict[str, Any]) -> str:
     named = content.get("architectures") or []
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise RequestError(f"MODEL: architectures must be a list of names, got {named!r}")
-    activation, key = layouts.activation(content), _configuration.THRESHOLD_KEY
+    activation, key = layouts.activation(content), configuration.THRESHOLD_KEY
     if activation == "fatrelu":
         if (threshold := content.get(key)) is None:
             raise RequestError(f'MODEL: a configuration with "fatrelu" must have its threshold, {key}')
@@ -82,7 +82,7 @@ def _served(content: dict[str, Any]) -> str:
     if sparse := [name for name in named if name in vllm.SPARSE]:
         if not content.get("sparsity_gated_mlp", True):
             raise RequestError("MODEL: expected layers with a gate, which vLLM serves through twell, got none")
-        if activation in _configuration.OF_SPARSE:
+        if activation in configuration.OF_SPARSE:
             return f"vLLM serves {sparse[0]} with {NAMES_OF_FAMILY[activation]}"
         lie = "" if activation == "relu" else f" (its configuration says {activation!r}, which is ignored)"
         return f"vLLM serves {sparse[0]} with ReLU{lie}"

@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell import testing
-from twell._runtime import cache, fingerprint, geometry
-from twell._runtime import device as driver
 from twell.choose import cards, rates
 from twell.choose.cards import Card, Rates
 from twell.choose.rates import Figures, Problem
 from twell.commands import timing
 from twell.commands.request import RequestError, number_above, pick_device
 from twell.ops import screened
+from twell.runtime import cache, fingerprint, geometry
+from twell.runtime import device as driver
 from twell.testing import FFN, Workload
 from twell.testing.quantised import Quantised
 

@@ -11,15 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from twell import recipe
-from twell._arguments import (
-    require_flag,
-    require_integer,
-    require_number,
-    require_positive,
-)
-from twell._runtime.log import logger
-from twell.nn import SparseGatedMLP
+from twell.base.arguments import require_flag, require_integer, require_number, require_positive
+from twell.nn.layers import SparseGatedMLP
 from twell.recipe import SparsityTracker, trained_layers
+from twell.runtime.log import logger
 
 try:
     from transformers import TrainerCallback

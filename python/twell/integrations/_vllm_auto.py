@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from twell import _files
-from twell._runtime import cache, env
+from twell.base import files
 from twell.choose.cards import UNUSABLE
 from twell.choose.rates import Figures, Problem
 from twell.choose.site import AutoStrategy, Screen, enroll
 from twell.integrations import layouts, vllm
+from twell.runtime import cache, env
 
 # The second one is that of Ray's executor up to vLLM 0.32, which goes around the first.
 _STEPS = ("execute_model", "execute_model_ray")
@@ -141,7 +141,7 @@ class Kept:
         if not any(entries.values()) or text == self._written:
             return
         try:
-            _files.write_text(cache.open_folder(FOLDER) / self._path().name, text)
+            files.write_text(cache.open_folder(FOLDER) / self._path().name, text)
             self._written = text
         except _FAILURES as error:
             _all.discard(self)

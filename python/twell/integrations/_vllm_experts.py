@@ -1,4 +1,4 @@
-"""Routed experts of models in vLLM through ``torch.ops.twell.experts``.
+"""Routed experts of models in vLLM through ``torch.ops.twell.call.experts``.
 
 For a layer of experts that are not quantised vLLM makes an ``UnquantizedFusedMoEMethod``, or the class that is
 registered in its place, which is ``RunsExperts``. A layer that twell does not run gets vLLM's own after all. For
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
-from twell import tuning
-from twell._activation import Activation
-from twell._runtime import geometry, specs
+from twell.base.activation import Activation
+from twell.choose import tuning
 from twell.choose.plan import PACKED_DTYPES, Facts, Route, unpackable
-from twell.float8 import E4M3
 from twell.integrations import _vllm_float8, _vllm_kernels, vllm
+from twell.ops.float8 import E4M3
+from twell.runtime import geometry, specs
 
 # What vLLM calls the activations of experts with and without a gate.
 _ACTIVATIONS = {"relu2": Activation("relu2"), "relu2_no_mul": Activation("relu2")}
@@ -86,7 +86,7 @@ class Layers:
         said = _vllm_kernels.described(self.route, self._on, experts=True)
         for weights, count in (("", self.served), (" of e4m3 weights", self.float8)):
             if count:
-                through = "run through torch.ops.twell.experts"
+                through = "run through torch.ops.twell.call.experts"
                 vllm.logger.info("twell: %d layers of experts%s %s: %s", count, weights, through, said)
 
     def complain(self) -> None:

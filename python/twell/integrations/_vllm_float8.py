@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from twell import tuning
-from twell._runtime import specs
-from twell.float8 import E4M3, quantize
+from twell.choose import tuning
+from twell.ops.float8 import E4M3, quantize
+from twell.runtime import specs
 
 # vLLM's classes for checkpoints whose weights and inputs are both in e4m3, and for those that it quantises so.
 _STORED = ("Fp8LinearMethod", "CompressedTensorsW8A8Fp8", "ModelOptLinearMethod")

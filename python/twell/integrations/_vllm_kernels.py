@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from twell._activation import Activation
-from twell._runtime import device, host, specs
+from twell.base.activation import Activation
 from twell.choose import cards
 from twell.choose.plan import Route
-from twell.float8 import E4M3
+from twell.ops.float8 import E4M3
+from twell.runtime import device, host, specs
 
 # Neurons of the layer that is tried, as kernels depend on K and not on N, and tokens: other kernels take few.
 _NEURONS, _TOKENS = 64, (1, specs.DECODE_TOKENS[-1] + 1)

@@ -22,17 +22,19 @@ from vllm.model_executor.layers import activation as stock_activations
 from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
-from twell import __version__, _configuration, _modes
-from twell._activation import RELU, Activation
-from twell._sparsify import candidates
-from twell._sparsify.known import known
-from twell._sparsify.replace import put
+from twell import __version__
+from twell.base.activation import RELU, Activation
 from twell.choose.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
-from twell.float8 import E4M3
 from twell.integrations import _vllm_experts, _vllm_float8, _vllm_kernels, layouts, vllm
 from twell.integrations._vllm_auto import Kept, ServedStrategy, watch
+from twell.integrations.sparsify import candidates
+from twell.integrations.sparsify.known import known
+from twell.integrations.sparsify.replace import put
+from twell.nn import configuration
 from twell.ops.ffn import direct
+from twell.ops.float8 import E4M3
 from twell.ops.library import is_direct
+from twell.runtime import modes
 
 
 class FFN(NamedTuple):
@@ -111,7 +113,7 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
         if wrong := vllm.correct(config):
             vllm.logger.info("twell: %s", wrong)
         # of an activation that no stock class has: the model is made with ReLU
-        own = _configuration.as_stock(config)
+        own = configuration.as_stock(config)
         if len(activations := {*own.values()}) > 1:
             raise ValueError(f"a configuration must name one activation, got {activations}")
         self._only_twell = next(iter(activations), None)
@@ -352,7 +354,7 @@ class RunsFFN(UnquantizedLinearMethod):  # type: ignore[misc]
         screen = self.route.screen and not self._float8
         how = self.compression, self.route.strategy, gate, *self.activation, screen, self.route.invariant
         # a plain eager call need not go through the dispatcher
-        alone = not _modes.compiling() and not torch.is_grad_enabled() and is_direct(x)
+        alone = not modes.compiling() and not torch.is_grad_enabled() and is_direct(x)
         operator: Any = direct if alone else torch.ops.twell.ffn
         scales: tuple[Tensor | None, ...] = (None,) * 4
         if self._float8:

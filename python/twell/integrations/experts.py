@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from twell import _modes
-from twell._activation import Activation
-from twell._runtime.log import warn_once
-from twell._sparsify.equivalence import family_of
+from twell.base.activation import Activation
+from twell.call.experts import sparse_experts
 from twell.choose.plan import Facts, unpackable
-from twell.experts import sparse_experts
+from twell.integrations.sparsify.equivalence import family_of
+from twell.runtime import modes
+from twell.runtime.log import warn_once
 
 try:
     from transformers.integrations import moe
@@ -104,7 +104,7 @@ def activation(experts: Any) -> Activation:
     return found
 
 
-@_modes.constant
+@modes.constant
 def _reason(experts: Any) -> str:
     return why_not(experts)
 

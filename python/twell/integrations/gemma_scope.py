@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from twell._arguments import require_path
+from twell.base.arguments import require_path
+from twell.call.functional import Strategy
 from twell.choose.site import AutoStrategy
-from twell.functional import Strategy
-from twell.nn import SparseAutoencoder
+from twell.nn.layers import SparseAutoencoder
 
 __all__ = ["load"]
 

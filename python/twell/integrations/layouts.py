@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from twell import _configuration
-from twell._runtime import geometry
-from twell._runtime.log import warn_once
 from twell.choose.plan import Facts, Route, routed
 from twell.choose.site import require_screen
+from twell.nn import configuration
+from twell.runtime import geometry
+from twell.runtime.log import warn_once
 
 DownLayout = Literal["rows", "linear"]
 
@@ -75,7 +75,7 @@ def as_stock(content: Mapping[str, Any]) -> dict[str, Any]:
     fields |= {LAYOUT_KEY: content.get(LAYOUT_KEY), "intermediate_size": intermediate_size(content)}
     if said := ignored(content):
         warn_once(said)
-    if activation(content) not in _configuration.OF_SPARSE:
+    if activation(content) not in configuration.OF_SPARSE:
         fields["hidden_act"] = "relu"
     return fields
 
@@ -83,7 +83,7 @@ def as_stock(content: Mapping[str, Any]) -> dict[str, Any]:
 def ignored(content: Mapping[str, Any]) -> str:
     """What is wrong with the activation that a sparse model's configuration names; "" if nothing."""
     stated = activation(content)
-    known = stated in (None, "relu", *_configuration.OF_SPARSE)
+    known = stated in (None, "relu", *configuration.OF_SPARSE)
     return "" if known else f"the layers apply ReLU; the configuration says {stated!r}, which is ignored"
 
 
@@ -179,7 +179,7 @@ def intermediate_size(config: Mapping[str, Any]) -> int | None:
 
 def activation(config: Mapping[str, Any]) -> str | None:
     """The activation that a configuration names; None if it names none."""
-    return next((name for key in _configuration.NAMES if isinstance(name := config.get(key), str)), None)
+    return next((name for key in configuration.NAMES if isinstance(name := config.get(key), str)), None)
 
 
 def measured(config: Mapping[str, Any], layers: int) -> list[LayerFigures] | None:

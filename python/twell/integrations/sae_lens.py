@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from twell._arguments import require
+from twell.base.arguments import require
+from twell.call.functional import Strategy
 from twell.choose.site import AutoStrategy
-from twell.functional import Strategy
-from twell.nn import SparseAutoencoder
+from twell.nn.layers import SparseAutoencoder
 
 try:
     import sae_lens

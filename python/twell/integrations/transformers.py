@@ -32,14 +32,15 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from twell import _configuration, _down_layout, _record, _sparsify
-from twell._activation import Activation
-from twell._compaction import Compaction
-from twell._float8_mlp import Float8MLP
-from twell._runtime.log import logger
-from twell.functional import Strategy
+from twell.base.activation import Activation
+from twell.call.functional import Strategy
 from twell.integrations import layouts
-from twell.nn import SparseMLP
+from twell.integrations import sparsify as _sparsify
+from twell.nn import configuration, down_layout, record
+from twell.nn.compaction import Compaction
+from twell.nn.float8 import Float8MLP
+from twell.nn.layers import SparseMLP
+from twell.runtime.log import logger
 
 try:
     from transformers import (
@@ -137,16 +138,16 @@ def _settle(model: Any) -> None:
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True  # type: ignore[assignment]
-    _down_layout.lay(layers)
+    down_layout.lay(layers)
 
 
-def _keys_of(model: Any, candidates: list[_sparsify.Candidate]) -> dict[_configuration.Key, Activation]:
+def _keys_of(model: Any, candidates: list[_sparsify.Candidate]) -> dict[configuration.Key, Activation]:
     """What keys of the configuration name once the candidates are layers. Raises ValueError as ``sparsify``."""
     # of a pair its activation alone
     names = {f"{c.name}.{c.attribute if c.kind == 'pair' else ''}".strip("."): c for c in candidates if not c.steps}
-    layers = _record.activations(model) | {name: each.activation for name, each in names.items()}
+    layers = record.activations(model) | {name: each.activation for name, each in names.items()}
     try:
-        named, left = _configuration.keys_of(model, layers)
+        named, left = configuration.keys_of(model, layers)
         if why := next((left[name] for name, each in names.items() if each.was is not None and name in left), ""):
             raise ValueError(why)
     except ValueError as error:
@@ -204,8 +205,8 @@ class Opened(NamedTuple):
     """
 
     model: Any
-    own: dict[_configuration.Key, Activation]
-    entries: list[_record.Entry] | None
+    own: dict[configuration.Key, Activation]
+    entries: list[record.Entry] | None
     settings: dict[str, Any]
     compactions: dict[str, Compaction]
 
@@ -228,7 +229,7 @@ class Opened(NamedTuple):
         _settle(model)
         return model
 
-    def _take(self, entries: list[_record.Entry], options: dict[str, Any]) -> None:
+    def _take(self, entries: list[record.Entry], options: dict[str, Any]) -> None:
         """Run the layers of the record through twell, and no others. Raises ValueError if one is not there."""
         options |= {"names": list(dict.fromkeys(entry.names for entry in entries if entry.names)) or None}
         for own in (True, False):
@@ -239,16 +240,16 @@ class Opened(NamedTuple):
                 _sparsify.sparsify_(self.model, activation="relu", **more)
             elif mine:
                 sparsify(self.model, **more)
-        made = [module for module, _ in _record.layers(self.model)]
+        made = [module for module, _ in record.layers(self.model)]
         for entry in entries:
             lost = [each for each in entry.modules if not any(map(entry._replace(modules=(each,)).has, made))]
             if lost:
                 raise ValueError(
                     f"load: a model must have the layers of its record, got none that is {lost[0]}: take the key "
-                    f'"{_configuration.RECORD_KEY}" out of the configuration to load the model without it'
+                    f'"{configuration.RECORD_KEY}" out of the configuration to load the model without it'
                 )
 
-    def _entry(self, module: str) -> _record.Entry | None:
+    def _entry(self, module: str) -> record.Entry | None:
         return next((entry for entry in self.entries or () if entry.has(module)), None)
 
     def _give(self, layers: dict[str, Any]) -> None:
@@ -260,17 +261,15 @@ class Opened(NamedTuple):
                 f"load: layers in e4m3 must have ReLU or its square, got {next(iter(own.values())).name}: load files "
                 "in 16 bits, and quantise the model"
             )
-        alone = len(_configuration.keys_naming(model.config, _configuration.FAMILY)) == len(own) == 1
-        made = {} if alone or not own else _configuration.made_by(model)[0]
+        alone = len(configuration.keys_naming(model.config, configuration.FAMILY)) == len(own) == 1
+        made = {} if alone or not own else configuration.made_by(model)[0]
         for name, layer in layers.items():
-            found = _record.layer_of(name, layer)
+            found = record.layer_of(name, layer)
             entry = None if found is None else self._entry(found.module)
             new = entry.activation if entry else None
             if new is None and own and found is not None and found.activation is not None:
                 act = found.act
-                keys = [
-                    key for key, names in made.items() if any(_configuration.is_within(each, act) for each in names)
-                ]
+                keys = [key for key, names in made.items() if any(configuration.is_within(each, act) for each in names)]
                 new = next((own[key] for key in keys if key in own), None if keys else next(iter(own.values())))
             if new is not None:
                 give(layer, new)
@@ -302,8 +301,8 @@ def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> O
     if causal is not None and isinstance(text := config.get_text_config(), causal.config_class):
         # as transformers, which makes a part of some models
         config = text
-    own = {} if own_code else _configuration.as_stock(config)
-    entries = _record.read(config)
+    own = {} if own_code else configuration.as_stock(config)
+    entries = record.read(config)
     stored = getattr(config, "quantization_config", None)
     if dequantize and isinstance(stored, dict) and stored.get("quant_method") in _OF_E4M3:
         config.quantization_config = stored | {"dequantize": True}
@@ -435,4 +434,4 @@ def _fields_of(content: Mapping[str, Any]) -> dict[str, Any]:
 _READERS = {
     _STOCK[stock]: layouts.register(own, _STOCK[stock], _fields_of) for stock, (own, _) in layouts.SPARSE.values()
 }
-_record.watch()
+record.watch()

@@ -28,9 +28,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from twell import _configuration, _record
-from twell._runtime import env, log
 from twell.integrations import layouts
+from twell.nn import configuration, record
+from twell.runtime import env, log
 
 __all__ = ["LLAMA_LIKE", "SPARSE", "register"]
 
@@ -43,7 +43,7 @@ SPARSE = layouts.SPARSE
 LOWEST = (0, 32)
 
 # Activations that are served, by their names in configurations and in ``torch.ops.twell.ffn``.
-ACTIVATIONS = ("relu", "relu2", *_configuration.OWN)
+ACTIVATIONS = ("relu", "relu2", *configuration.OWN)
 
 # Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
 BATCH, PROMPTS = 256, 8192
@@ -109,7 +109,7 @@ def _instead(method: Callable[..., Any], architectures: str | Sequence[str], mod
 
 
 def _is_served(config: Any) -> bool:
-    _record.require_named(vars(config))
+    record.require_named(vars(config))
     return layouts.activation(config.get_text_config().to_dict()) in ACTIVATIONS
 
 

@@ -1,7 +1,7 @@
 """The registered operators, ``torch.ops.twell.*``: one file each with schema, shapes, fake, CPU and CUDA code.
 
 They take matrices, [M, K] tokens and [N, K] weights with one row per neuron, check shapes but not limits, and have no
-gradient: ``twell._autograd`` joins forward to backward. ``twell.functional`` is the door that users come through.
+gradient: ``twell.call.autograd`` joins forward to backward, and users come through ``twell.call.functional``.
 """
 
 from twell.ops.experts import experts

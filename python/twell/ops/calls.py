@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from twell import _modes
-from twell._activation import Activation
-from twell._runtime import nvtx
-from twell._runtime.program import kept
+from twell.base.activation import Activation
 from twell.choose.plan import Route
 from twell.choose.site import AutoStrategy, Bucket
+from twell.runtime import modes, nvtx
+from twell.runtime.program import kept
 
 # Entries of a site, and of all named strategies together.
 _MOST = 512
@@ -93,10 +92,10 @@ def known(operands: Sequence[Any], how: How) -> Tensor | None:
     if x is None or operands[3] is None or not x.is_cuda:
         return None
     made = memory.get(_key(x, operands[3], pattern, training, how))
-    if made is None or not _modes.undisturbed() or _modes.profiling() or nvtx.ON or _modes.capturing(x):
+    if made is None or not modes.undisturbed() or modes.profiling() or nvtx.ON or modes.capturing(x):
         return None
     # a recomputation must save what its forward pass saved
-    if training and (_modes.checkpointed() or _modes.in_backward()):
+    if training and (modes.checkpointed() or modes.in_backward()):
         return None
     if x.device.index != torch.cuda.current_device():
         return None

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from twell import tuning
-from twell._activation import Activation, threshold_pair
-from twell._runtime import specs
-from twell._runtime.program import Program, View
+from twell.base.activation import Activation, threshold_pair
+from twell.choose import tuning
 from twell.ops.library import bias_view, down_rows
 from twell.ops.operands import Views, launched
 from twell.ops.pairs import all_rows
+from twell.runtime import specs
+from twell.runtime.program import Program, View
 
 
 def spec_of(p: Program, x: Any, kind: str) -> specs.DecodeSpec:

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _modes, tuning
-from twell._activation import Activation
-from twell.choose import rates
+from twell.base.activation import Activation
+from twell.choose import rates, tuning
 from twell.choose.site import Measurement, tokens_of
 from twell.ops import screened
 from twell.ops.calls import Run
@@ -21,6 +20,7 @@ from twell.ops.library import no_view
 from twell.ops.operands import Layer
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.ops.reglu import pays
+from twell.runtime import modes
 
 # of the gate before its activation and up, None without one: h, and the gate before or after its activation
 Between = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
@@ -100,7 +100,7 @@ def fuses(layer: Layer, activation: Activation, training: bool = False) -> bool:
     x, (n, k) = layer.x, layer.w_gate.shape
     if layer.w_up is None or isinstance(activation.threshold, Tensor) or not pays(x, (m := tokens_of(x)) * n):
         return False
-    return not rates.waits_for_host(rates.Problem(m, k, n, True, training, eager=not _modes.capturing(x)))
+    return not rates.waits_for_host(rates.Problem(m, k, n, True, training, eager=not modes.capturing(x)))
 
 
 def as_torch(layer: Layer, between: Between, merged: bool = False) -> Run:

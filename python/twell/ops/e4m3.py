@@ -1,7 +1,7 @@
 """Layers of e4m3 weights with scales: checks, how operands are laid, and products of ``torch._scaled_mm``.
 
 x is bfloat16 and quantised per token by the first kernel, or by the one scale of a static ``x_scale`` [1]; or it is
-e4m3 with a scale for each token. The formula is that of ``twell.float8``. "dense" has the hidden state quantised per
+e4m3 with a scale for each token. ``twell.ops.float8`` has the formula. "dense" has the hidden state quantised per
 token between its products.
 """
 
@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import float8, tuning
-from twell._activation import RELU, Activation, threshold_pair
-from twell._runtime import device, geometry, specs
-from twell._runtime.log import warn_once
-from twell._runtime.program import Program, View
-from twell.float8 import E4M3, Float8
+from twell.base.activation import RELU, Activation, threshold_pair
+from twell.choose import tuning
+from twell.ops import float8
+from twell.ops.float8 import E4M3, Float8
 from twell.ops.library import check, check_rank, has_rows, laid_bias, transpose
 from twell.ops.operands import Layer, Scaled, Views, run
+from twell.runtime import device, geometry, specs
+from twell.runtime.log import warn_once
+from twell.runtime.program import Program, View
 
 # What values of rows, and products of ``torch._scaled_mm``, are multiples of.
 MULTIPLE = 16

@@ -13,7 +13,7 @@ equally far apart.
 
 Weights in e4m3 have float32 scales: gate_scale and up_scale [E, N], down_scale [E, K]. Then x is e4m3 with x_scale [T],
 or bfloat16, which is quantised per token or by a static x_scale [1]; K is a multiple of 16, y is bfloat16, "row" takes
-no w_up, and nothing is invariant or shared. The formula is that of ``twell.float8``, with rounded hidden states.
+no w_up, and nothing is invariant or shared. The formula is that of ``twell.ops.float8``, with rounded hidden states.
 
 ``compression`` is 2, 4 or 8, ``strategy`` "auto", "dense" or "row"; ``invariant`` goes with "auto"
 and "row". ``activation`` and ``threshold`` are the layer's. y is [T, K]. On a CPU "auto" is dense, and an id below -1
@@ -27,12 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import _modes, float8, tuning
-from twell._activation import Activation, activation_of
-from twell._arguments import require_choice
-from twell._runtime import geometry, specs
-from twell.float8 import E4M3, NO_BIASES, Float8
-from twell.ops import decode, e4m3, hybrid
+from twell.base.activation import Activation, activation_of
+from twell.base.arguments import require_choice
+from twell.choose import tuning
+from twell.ops import decode, e4m3, float8, hybrid
+from twell.ops.float8 import E4M3, NO_BIASES, Float8
 from twell.ops.gate_pack import gate_on_cpu
 from twell.ops.library import ACTIVATION, check, check_matrix, check_rank, register, rows, transpose
 from twell.ops.operands import run
@@ -48,6 +47,7 @@ from twell.ops.pairs import (
     order,
     slabs,
 )
+from twell.runtime import geometry, modes, specs
 
 STRATEGIES = ("auto", "dense", "row")
 # The grouped products of PyTorch take fewer groups than this.
@@ -179,7 +179,7 @@ def _sums(given: Experts, activation: Activation, rounds: bool) -> Tensor:
 
 
 def _sums_of_e4m3(given: Experts, activation: Activation, by_row: bool) -> Tensor:
-    """The same of e4m3 weights by ``twell.float8``'s formula, or dense; a GPU is waited for. Autocast must be off."""
+    """The same of e4m3 weights by the formula of ``float8``, or dense; a GPU is waited for. Autocast must be off."""
     x, w_gate, w_up, w_down, ids, weights, *_, gate_scale, up_scale, down_scale = given
     y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     rows, scale = e4m3.tokens_of(x, given.x_scale)
@@ -332,7 +332,7 @@ def _grouped(values: Any, weights: Tensor, ends: Tensor, scale: Tensor | None = 
         products: Tensor = _grouped_mm(values, weights if aligned else weights.contiguous(), offs=ends)
         return products
     # a graph cannot loop over lengths that it does not know
-    return (_products_in_graphs if _modes.compiling() else _products)(values, weights, ends)
+    return (_products_in_graphs if modes.compiling() else _products)(values, weights, ends)
 
 
 def _products(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:

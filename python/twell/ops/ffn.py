@@ -30,10 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _memory, _modes, tuning
-from twell._activation import Activation, activation_of
-from twell._runtime import geometry, nvtx, specs
-from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
+from twell.base import memory
+from twell.base.activation import Activation, activation_of
+from twell.choose import tuning
 from twell.choose.cards import imposed_on_call
 from twell.choose.plan import Facts, Route, routed
 from twell.choose.rates import SCREENED
@@ -58,6 +57,8 @@ from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
 from twell.ops.slices import Added, is_sliced, require_sliceable
 from twell.ops.up_down import behind_on_cpu, counters, multiply
+from twell.runtime import geometry, modes, nvtx, specs
+from twell.runtime.program import Executable, Program, View, allocate, contiguous, kept
 
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
 # y, parts of the sum of |h|, stats; for "union" the unions and, if it screens, the candidates, with more behind them
@@ -255,8 +256,8 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
         if compute is None:
             y = layer.w_down.new_empty(_place_of_y(layer._replace(w_down=layer.w_down.t()))[0], dtype=stored)
             return y, y.new_empty((), dtype=torch.float32), y.new_empty((), dtype=torch.int64)
-        if capturing := _modes.capturing(layer.w_down):
-            _memory.note_capture(layer.w_down)
+        if capturing := modes.capturing(layer.w_down):
+            memory.note_capture(layer.w_down)
         route = _chosen(layer, activation, route, site, fast)
         if remembers and plain and not totals and not capturing:
             y = _settled(layer, arguments, activation, route)
@@ -267,7 +268,7 @@ def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) 
     def ffn(*arguments: Any) -> Tensor:
         y = None
         # neither a given gate nor a scale
-        if remembers and all(t is None for t in arguments[14:19]) and not _modes.stream_captures():
+        if remembers and all(t is None for t in arguments[14:19]) and not modes.stream_captures():
             x, w_gate, w_up, w_down, *biases = arguments[:7]
             y = calls.known((x, w_gate, w_up, w_down.t(), *biases), _how(arguments))
         return run(False, *arguments)[0] if y is None else y

@@ -10,14 +10,14 @@ and W = 256 / compression words is int32 [M, T * W], spill [M, T * 256] of x's d
 import torch
 from torch import Tensor
 
-from twell import tuning
-from twell._activation import Activation, activation_of, threshold_pair
-from twell._runtime import geometry, specs
-from twell._runtime.program import Program, View
+from twell.base.activation import Activation, activation_of, threshold_pair
+from twell.choose import tuning
 from twell.ops.library import Shape, bias_view, check_layer, laid_bias, new, register, rows
 from twell.ops.operands import Layer, Scaled, bias_alone, has_thresholds, launched, opened, run
 from twell.ops.pack import Packed, fill_on_cpu, find_levels, pack_gate
 from twell.ops.pack import shapes as packed_shapes
+from twell.runtime import geometry, specs
+from twell.runtime.program import Program, View
 
 
 def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:

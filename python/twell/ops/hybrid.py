@@ -32,12 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import tuning
-from twell._activation import RELU, Activation, threshold_pair
-from twell._runtime import geometry, specs
-from twell._runtime.program import Program, View
+from twell.base.activation import RELU, Activation, threshold_pair
+from twell.choose import tuning
 from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_operands, down_rows
 from twell.ops.operands import Gradients, Layer, bias_alone, opened
+from twell.runtime import geometry, specs
+from twell.runtime.program import Program, View
 
 
 class Kept(NamedTuple):

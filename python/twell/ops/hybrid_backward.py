@@ -3,7 +3,7 @@
 dh = dy @ w_down^T + dl1 * sign(h) is computed only at the non-zeros of the gate. d_gate = dh * up and d_up = dh * gate,
 or d_gate = dh without an up projection. dx = d_gate @ w_gate + d_up @ w_up; dw_gate = d_gate^T @ x, dw_up = d_up^T @ x,
 dw_down = h^T @ dy, and the biases' are sums over the tokens. h, d_gate and d_up are rounded, sums are fp32. This is
-relu; ``twell._activation`` has the others. Without dl1 it is zero. Of the weights' gradients the columns from ``first``
+relu; ``base.activation`` has the others. Without dl1 it is zero. Of the weights' gradients the columns from ``first``
 on are wanted: a layer with adapters has their weights there, behind frozen ones. The others are zero, or right.
 
 x, w_gate, w_up, w_down, b_gate, b_up, kept and a given gate are those of the forward pass, dy is [M, K], and dl1 0-d.
@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell._activation import activation_of
-from twell._runtime import specs
-from twell._runtime.program import Program, View
+from twell.base.activation import activation_of
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
 from twell.ops.library import ACTIVATION, Implementation, check, check_matrix, flat, has_rows, laid, register, rows
 from twell.ops.operands import Gradients, Layer, Mains, Views, run
 from twell.ops.slices import Added, is_sliced
+from twell.runtime import specs
+from twell.runtime.program import Program, View
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -1,7 +1,7 @@
 """``hybrid_forward``: the forward pass of training. Returns y, the sum of |h|, the number of non-zeros and the pattern.
 
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = relu(x @ w_gate^T + b_gate), and
-without ``w_up`` h = gate; y = h @ w_down + b_down. This is relu; ``twell._activation`` has the others. The gate is
+without ``w_up`` h = gate; y = h @ w_down + b_down. This is relu; ``twell.base.activation`` has the others. The gate is
 rounded to x's dtype, and so is h, once. The gate is kept in the hybrid format of ``twell.ops.hybrid``, with room for
 ``held`` non-zeros per token on average, or for max(64, N / 36) if ``held`` is 0. Dtypes are bfloat16 and float16, on
 the CPU also float32 and float64.
@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import tuning
-from twell._activation import RELU, Activation, activation_of
-from twell._runtime import geometry, nvtx
-from twell._runtime.program import Executable, Program, View, allocate, contiguous, kept
+from twell.base.activation import RELU, Activation, activation_of
+from twell.choose import tuning
 from twell.ops import hybrid, screened
 from twell.ops.gate_pack import pack
 from twell.ops.library import (
@@ -43,6 +41,8 @@ from twell.ops.library import (
 from twell.ops.operands import Form, Gradients, Layer, Views, has_thresholds, opened
 from twell.ops.pack import pack_gate, shapes, stats_shape
 from twell.ops.slices import Added, is_sliced, require_sliceable
+from twell.runtime import geometry, nvtx
+from twell.runtime.program import Executable, Program, View, allocate, contiguous, kept
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell import _modes, tuning
-from twell._runtime import device, nvtx, specs
-from twell._runtime.log import warn_once
-from twell._runtime.program import ALIGNMENT, Program, View, launch
+from twell.choose import tuning
 from twell.ops.operands import Layer, Scaled, Views
+from twell.runtime import device, modes, nvtx, specs
+from twell.runtime.log import warn_once
+from twell.runtime.program import ALIGNMENT, Program, View, launch
 
 Implementation = Callable[..., Any]
 # a dtype and the lengths of the dimensions
@@ -67,7 +67,7 @@ def _complete(overload: torch._ops.OpOverload, instead: str, implementation: Imp
     name, defaults = overload._schema.name.replace("::", "."), [a.default_value for a in overload._schema.arguments]
 
     def complete(*arguments: Any) -> Any:
-        if _modes.transforming() and any(isinstance(a, Tensor) and _modes.has_tangent(a) for a in arguments):
+        if modes.transforming() and any(isinstance(a, Tensor) and modes.has_tangent(a) for a in arguments):
             raise NotImplementedError(
                 f"torch.ops.{name} has no derivative: expected no input with a forward-mode tangent, got one; "
                 'the functions of twell take it with strategy="dense"'
@@ -131,7 +131,7 @@ def is_direct(x: Tensor) -> bool:
 
     It may if nothing records operators, and if x is on the current GPU.
     """
-    return x.is_cuda and not _modes.recorded() and x.device.index == torch.cuda.current_device()
+    return x.is_cuda and not modes.recorded() and x.device.index == torch.cuda.current_device()
 
 
 def rows(matrix: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ def unviewed(y: Tensor, shape: torch.Size) -> Tensor:
 
     FSDP2 puts hooks on outputs, and a hook on a view is lost when the view is changed in place.
     """
-    if _modes.jit_tracing():
+    if modes.jit_tracing():
         # an operator called by its name would make constants of the traced sizes
         return y.reshape(shape)
     return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
@@ -250,7 +250,7 @@ def unviewed(y: Tensor, shape: torch.Size) -> Tensor:
 
 def no_view(y: Tensor) -> Tensor:
     """Return ``y`` not as a view, which F.linear with a bias and ``to_local`` may give; unchanged while compiling."""
-    return unviewed(y, y.shape) if not _modes.compiling() and y._is_view() else y
+    return unviewed(y, y.shape) if not modes.compiling() and y._is_view() else y
 
 
 def new(like: Tensor, shapes: Iterable[Shape]) -> list[Any]:
@@ -265,7 +265,7 @@ def blocks(m: int, size: int) -> int:
     length with 1, and for an expression of ``m`` that would cut the range of ``m`` at ``size``. torch.compile gets the
     expression, and makes a graph for each side: with a new symbol it would record no CUDA graph.
     """
-    if isinstance(m, torch.SymInt) and _modes.exporting():
+    if isinstance(m, torch.SymInt) and modes.exporting():
         return torch.library.get_ctx().new_dynamic_size()
     return -(-m // size)
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell._activation import Activation
-from twell._runtime.program import Executable, Program, View, kept
+from twell.base.activation import Activation
+from twell.runtime.program import Executable, Program, View, kept
 
 # Names of a ``Layer`` among the arguments of ``sparse_ffn``.
 _WITHOUT_GATE = ("x", "w_up", "", "w_down", "b_up", "", "b_down")
@@ -18,7 +18,7 @@ _WITHOUT_GATE = ("x", "w_up", "", "w_down", "b_up", "", "b_down")
 class Layer(NamedTuple):
     """The operands of a layer: x [M, K], w_gate and w_up [N, K], w_down, b_gate and b_up [N], b_down [K].
 
-    w_down is [K, N], as in nn.Linear, down to ``twell._autograd``, and [N, K] in the operators and kernels. A layer
+    w_down is [K, N], as in nn.Linear, down to ``twell.call.autograd``, and [N, K] in the operators and kernels. A layer
     without a gate has no w_up: its up projection stands at w_gate, with its bias at b_gate. In the operators b_gate may
     be [2 N]: the biases, then a threshold for each neuron.
 

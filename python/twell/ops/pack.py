@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import tuning
-from twell._activation import Activation, threshold_pair
-from twell._runtime import geometry
-from twell._runtime.program import Program, View
+from twell.base.activation import Activation, threshold_pair
+from twell.choose import tuning
 from twell.ops.library import Shape, bias_view, blocks
+from twell.runtime import geometry
+from twell.runtime.program import Program, View
 
 Packed = tuple[Tensor, Tensor, Tensor]
 

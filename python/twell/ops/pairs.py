@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from twell import tuning
-from twell._activation import Activation, threshold_pair
-from twell._runtime import geometry, specs
-from twell._runtime.log import warn_once
-from twell._runtime.program import ALIGNMENT, Program, View
-from twell.float8 import E4M3
+from twell.base.activation import Activation, threshold_pair
+from twell.choose import tuning
 from twell.ops.e4m3 import quantise
+from twell.ops.float8 import E4M3
 from twell.ops.library import REACH, rows
+from twell.runtime import geometry, specs
+from twell.runtime.log import warn_once
+from twell.runtime.program import ALIGNMENT, Program, View
 
 # Units that a grid may have.
 _MOST_UNITS = 65535

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from twell import _modes, tuning
-from twell._activation import RELU, Activation, activation_of, threshold_pair
-from twell._runtime import resolve
-from twell._runtime.program import launch
+from twell.base.activation import RELU, Activation, activation_of, threshold_pair
+from twell.choose import tuning
 from twell.ops.library import ACTIVATION, check, flat, register
+from twell.runtime import modes, resolve
+from twell.runtime.program import launch
 
 # Values of a launch: offsets in bytes fit in 32 bits.
 PIECE = 1 << 29
@@ -53,7 +53,7 @@ def pays(like: Tensor, values: int) -> bool:
     return (
         like.is_cuda
         and like.dtype in (torch.bfloat16, torch.float16)
-        and (values >= tuning.FUSED_ELEMENTS or _modes.capturing(like))
+        and (values >= tuning.FUSED_ELEMENTS or modes.capturing(like))
         and resolve.launchable(
             like.device.index, tuning.reglu(like.dtype, backward=False), tuning.reglu(like.dtype, backward=True)
         )

@@ -2,7 +2,7 @@
 
 Rows of x and w_gate are quantised at each call. Each is rotated by a signed block Hadamard transform, scaled, and
 rounded with a dither from a generator with a fixed seed. Of a row [R, K], with K at most 16,384, q is int8 [R, K], its
-rows a multiple of 16 bytes apart; scale, spread and offset are float32 [R], as ``twell.reference`` defines them.
+rows a multiple of 16 bytes apart; scale, spread and offset are float32 [R], as ``twell.ops.reference`` defines them.
 
 Neurons that any of 128 tokens may fire are candidates of these tokens. Their gates are computed exactly, all others are
 0, except with a probability of at most 2^-80 per gate. words, spill and stats of the packed gate are those of TwELL,
@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import reference, tuning
-from twell._activation import RELU, Activation, threshold_pair
-from twell._runtime import device, geometry, screen, specs
-from twell._runtime.program import Program, View
+from twell.base.activation import RELU, Activation, threshold_pair
+from twell.choose import tuning
 from twell.choose.site import Measurement, beside_captures
-from twell.ops import union
+from twell.ops import reference, union
 from twell.ops.library import Shape, bias_view, laid_bias, on_device, rows
 from twell.ops.operands import Layer, Views, opened, run
+from twell.runtime import device, geometry, screen, specs
+from twell.runtime.program import Program, View
 
 QuantizedViews = tuple[View, View, View, View]
 # TMA: bytes of which a row's stride is a multiple

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell._activation import Activation
-from twell._runtime import geometry
+from twell.base.activation import Activation
+from twell.runtime import geometry
 
 
 def is_sliced(n: Any) -> bool:

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from twell import tuning
-from twell._activation import RELU, Activation
-from twell._runtime import geometry
-from twell._runtime.program import Program, View
+from twell.base.activation import RELU, Activation
+from twell.choose import tuning
 from twell.ops import hybrid
 from twell.ops.gate_pack import pack
 from twell.ops.library import Shape, bias_view, down_rows
 from twell.ops.operands import Scaled, Views, launched
 from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
+from twell.runtime import geometry
+from twell.runtime.program import Program, View
 
 # words, spill and stats
 Packed = tuple[View, View, View]

@@ -7,10 +7,10 @@ stores whole tiles and not the number of neurons: a smaller n with the same numb
 import torch
 from torch import Tensor
 
-from twell import tuning
-from twell._runtime import geometry
-from twell._runtime.program import launch
+from twell.choose import tuning
 from twell.ops.library import STRIDE_MULTIPLE, check_matrix, check_rank, register
+from twell.runtime import geometry
+from twell.runtime.program import launch
 
 
 def outputs(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:

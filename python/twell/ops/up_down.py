@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import tuning
-from twell._activation import Activation
-from twell._runtime import geometry
-from twell._runtime.program import Program, View
+from twell.base.activation import Activation
+from twell.choose import tuning
 from twell.ops import hybrid
 from twell.ops.library import bias_view, down_rows
 from twell.ops.operands import Scaled, launched
+from twell.runtime import geometry
+from twell.runtime.program import Program, View
 
 
 def behind_on_cpu(

@@ -10,11 +10,11 @@ and below and above are the ends of its window.
 import torch
 from torch import Tensor
 
-from twell import tuning
-from twell._runtime import geometry
-from twell._runtime.program import Program, View
+from twell.choose import tuning
 from twell.ops.library import WIDE_DTYPES, check, check_matrix, laid_bias, register, rows
 from twell.ops.operands import run
+from twell.runtime import geometry
+from twell.runtime.program import Program, View
 
 
 def outputs(gate: Tensor, level: Tensor, below: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twell import _modes
-from twell._arguments import require_flag, require_integer
-from twell._compaction import MLP, gate_of
-from twell._execution import Aux
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.base.arguments import require_flag, require_integer
+from twell.call.execution import Aux
+from twell.nn.compaction import MLP, gate_of
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.runtime import modes
 
 T = TypeVar("T")
 
@@ -67,14 +67,14 @@ class Recorder:
         if not isinstance(x, Tensor):
             # the layer itself refuses it
             return
-        compiling = _modes.compiling()
-        if self.keeping and (compiling or not _modes.in_backward()):
+        compiling = modes.compiling()
+        if self.keeping and (compiling or not modes.in_backward()):
             self.kept.append(Kept(_cast(x), torch.is_grad_enabled()))
         if not self.observing:
             return
         if compiling:
             self.inputs.append(_cast(x.detach()))
-        elif self.observe is not None and not _modes.in_backward():
+        elif self.observe is not None and not modes.in_backward():
             self.observe(x.detach())
 
     def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -82,8 +82,8 @@ class Recorder:
         aux = layer.aux
         if aux is None or not layer.training:
             return
-        if not _modes.compiling():
-            if _modes.in_backward():
+        if not modes.compiling():
+            if modes.in_backward():
                 layer.aux = None
                 return
             if max(len(self.calls), len(self.figures), len(self.kept)) >= _MOST_UNREAD:
@@ -230,7 +230,7 @@ def mean_over_layers(model: nn.Module, means: list[Tensor]) -> Tensor:
     """The mean of 0-d tensors that may be on several devices, as a term of the loss."""
     device = means[0].device
     term = torch.stack([mean.to(device) for mean in means]).mean()
-    if term.requires_grad and not _modes.compiling():
+    if term.requires_grad and not modes.compiling():
         found = list(layers(model).values())
         term.register_hook(lambda _: _forget_recomputed(found))  # type: ignore[no-untyped-call]
     return term

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import _autograd, _compaction
+from twell.call import autograd
+from twell.nn import compaction
 from twell.recipe._aux import layers, require_gradients, whole, with_tokens
 
 
@@ -62,11 +63,11 @@ def gates(given: Input, most: int) -> Tensor:
         part = torch.arange(most, device=rows.device)
         rows = rows[part * count // most + part * (count // most) // most]
     if layer._is_plain():
-        weight, bias = weights(layer, _compaction.gate_of(layer), x, rows.dtype)
-        gate = F.linear(rows, _autograd.into_main(weight, mains_of(layer)[0]), bias)
+        weight, bias = weights(layer, compaction.gate_of(layer), x, rows.dtype)
+        gate = F.linear(rows, autograd.into_main(weight, mains_of(layer)[0]), bias)
     else:
         # an adapter, say
-        gate = _compaction.gate_by_call(layer, rows)
+        gate = compaction.gate_by_call(layer, rows)
     return F.relu(gate).float()
 
 

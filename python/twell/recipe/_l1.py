@@ -3,16 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from twell._compaction import MLP
-from twell._execution import Aux
-from twell.recipe._aux import (
-    Call,
-    layers,
-    mean_over_layers,
-    require_gradients,
-    whole,
-    with_tokens,
-)
+from twell.call.execution import Aux
+from twell.nn.compaction import MLP
+from twell.recipe._aux import Call, layers, mean_over_layers, require_gradients, whole, with_tokens
 
 
 def l1_term(model: nn.Module, *, several: bool = False) -> Tensor:

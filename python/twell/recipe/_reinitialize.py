@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from twell import _compaction
-from twell._arguments import require, require_integer, require_number
-from twell._sparsify.modules import FusedGatedMLP
-from twell.nn import SparseGatedMLP, SparseMLP
+from twell.base.arguments import require, require_integer, require_number
+from twell.nn import compaction
+from twell.nn.converted import FusedGatedMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.recipe._aux import layers
 
 
@@ -111,7 +111,7 @@ def _gate_rows(layer: Any) -> tuple[nn.Module, int]:
     """The projection whose weight has the gate's rows, and the first of them: one of gate and up has both."""
     if isinstance(layer, FusedGatedMLP):
         return layer._modules[layer._names[0]], layer.intermediate if layer._up_first else 0  # type: ignore[return-value]
-    return _compaction.gate_of(layer), 0
+    return compaction.gate_of(layer), 0
 
 
 def _obstacle(layer: Any) -> str:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twell import _modes
-from twell._arguments import require_choice, require_integer, require_positive
-from twell._compaction import MLP
-from twell._runtime.log import logger
+from twell.base.arguments import require_choice, require_integer, require_positive
+from twell.nn.compaction import MLP
 from twell.recipe import _inputs
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
 from twell.recipe._l1 import read_aux
+from twell.runtime import modes
+from twell.runtime.log import logger
 
 # The coefficient is the exponential of a slow part, which sums the error log(non-zeros / goal), and a fast part in
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
@@ -412,7 +412,7 @@ class TargetThreshold:
 
     def _require_own(self, caller: str, found: Iterable[MLP]) -> None:
         """RuntimeError unless the threshold of all these layers is the one that moves, before ``settle``."""
-        if self._settled or _modes.compiling():
+        if self._settled or modes.compiling():
             return
         if any(all(layer.threshold is not level for level in self._levels.values()) for layer in found):
             raise RuntimeError(

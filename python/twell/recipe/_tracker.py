@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from twell import _compaction
-from twell._arguments import require_integer
-from twell._runtime.log import warn_once
-from twell.nn import explain
+from twell.base.arguments import require_integer
+from twell.nn import compaction
+from twell.nn.layers import explain
 from twell.recipe import _aux
 from twell.recipe._stats import LayerStats, SparsityStats, ratio
+from twell.runtime.log import warn_once
 
 
 class SparsityTracker:
@@ -201,7 +201,7 @@ class SparsityTracker:
             return dict(self._dead)
         masks = {}
         for name, counts in self._counts(self._closed).items():
-            weight = _compaction.gate_of(self._layers[name]).weight
+            weight = compaction.gate_of(self._layers[name]).weight
             if counts is None:
                 masks[name] = torch.zeros(self._neurons[name], dtype=torch.bool, device=weight.device)
             else:
@@ -287,7 +287,7 @@ class SparsityTracker:
             x = _aux.whole(x)
             if name not in self._open:
                 self._open[name] = torch.zeros(neurons + 1, dtype=torch.int64, device=x.device)
-            _compaction.count_call(layer, x, self._open[name])
+            compaction.count_call(layer, x, self._open[name])
 
 
 def strategy_of(layer: Any, kind: str = "training") -> str:

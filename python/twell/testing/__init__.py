@@ -22,14 +22,7 @@ from twell.testing.answers import (
     sparse_output,
 )
 from twell.testing.bits import Packed as Packed
-from twell.testing.bits import (
-    assert_hybrid_same,
-    assert_packed_same,
-    assert_same,
-    captured,
-    poison_memory,
-    poisoned,
-)
+from twell.testing.bits import assert_hybrid_same, assert_packed_same, assert_same, captured, poison_memory, poisoned
 from twell.testing.case import Case
 from twell.testing.comparison import (
     BUDGET,
@@ -41,13 +34,7 @@ from twell.testing.comparison import (
     compare_gradients,
     errors,
 )
-from twell.testing.exact import (
-    exact_gradients,
-    exact_output,
-    integer_problem,
-    integer_upstream,
-    pattern_problem,
-)
+from twell.testing.exact import exact_gradients, exact_output, integer_problem, integer_upstream, pattern_problem
 from twell.testing.machine import machine_line
 from twell.testing.workloads import (
     FFN,

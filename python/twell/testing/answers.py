@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from twell._activation import ActivationName, activation_of
-from twell._execution import Aux
-from twell._runtime import geometry
+from twell.base.activation import ActivationName, activation_of
+from twell.call.execution import Aux
 from twell.choose.plan import route_of
+from twell.runtime import geometry
 from twell.testing.bounds import rare
 from twell.testing.operands import sums
 from twell.testing.workloads import FFN

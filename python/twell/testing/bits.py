@@ -6,8 +6,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from twell._runtime import geometry
 from twell.ops import hybrid
+from twell.runtime import geometry
 
 _T = TypeVar("_T")
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from twell._runtime import geometry
+from twell.runtime import geometry
 from twell.testing.case import BIASES, Case
 from twell.testing.formula import MAIN, SUMMATION
 from twell.testing.operands import Operands, largest, level_of, rounds_hidden, sums

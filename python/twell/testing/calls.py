@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import ops
-from twell._float8_mlp import Float8MLP
 from twell.choose.plan import route_of
 from twell.choose.site import AutoStrategy
-from twell.nn import SparseAutoencoder, SparseGatedMLP, SparseMLP
+from twell.nn.float8 import Float8MLP
+from twell.nn.layers import SparseAutoencoder, SparseGatedMLP, SparseMLP
 from twell.testing.bits import defined_parts
 from twell.testing.case import Case
 from twell.testing.formula import MAIN

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from twell._runtime import geometry
+from twell.runtime import geometry
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 WEIGHTS = ("w_gate", "w_up", "w_down")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twell._arguments import require
+from twell.base.arguments import require
 from twell.testing.answers import (
     chunks,
     count_roundings,

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell._activation import ActivationName
-from twell._arguments import require, require_integer, require_number
+from twell.base.activation import ActivationName
+from twell.base.arguments import require, require_integer, require_number
 from twell.testing.answers import double, float64_gate, float64_output, gradients_by_terms
 from twell.testing.workloads import FFN, require_sizes
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell._activation import ActivationName, activation_of
+from twell.base.activation import ActivationName, activation_of
 from twell.testing.answers import dense_output
 from twell.testing.workloads import FFN
 

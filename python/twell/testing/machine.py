@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import twell
-from twell._runtime import fingerprint, packaged
+from twell.runtime import fingerprint, packaged
 
 
 def _output(*command: str) -> str | None:

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from twell import float8, tuning
-from twell._runtime import geometry, specs
-from twell.float8 import E4M3, Float8
+from twell.choose import tuning
+from twell.ops import float8
+from twell.ops.float8 import E4M3, Float8
+from twell.runtime import geometry, specs
 from twell.testing.case import BIASES, Case
 
 # A sum of 2,048 products of x and w in 128 fp32 steps is off by up to 128 * 2^-23 of its size on the way, about

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 import twell
-from twell import float8
-from twell._activation import RELU
-from twell.float8 import Float8
-from twell.ops import e4m3
+from twell.base.activation import RELU
+from twell.ops import e4m3, float8
+from twell.ops.float8 import Float8
 from twell.testing.workloads import FFN
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell._arguments import require, require_integer
+from twell.base.arguments import require, require_integer
 
 
 class ModelSizes(NamedTuple):

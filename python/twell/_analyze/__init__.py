@@ -1,5 +1,0 @@
-"""``twell.analyze``: the zeros of a model's feed-forward layers, and the time that they would save."""
-
-from twell._analyze.report import Analysis, analyze
-
-__all__ = ["Analysis", "analyze"]

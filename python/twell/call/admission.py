@@ -1,0 +1,273 @@
+"""Checks of a layer's operands, made once: types, shapes, devices, dtypes, autocast, limits and main gradients."""
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from twell.base import memory
+from twell.call.plain import behaves
+from twell.choose.plan import PACKED_DTYPES, Facts, unpackable
+from twell.ops.operands import Layer, Mains
+from twell.runtime import modes
+from twell.runtime.modes import PLAIN_TENSORS, is_in_memory
+
+_OPTIONAL = ("b_gate", "b_up", "b_down")
+
+
+def strided(name: str, operands: Mapping[str, Tensor | None], optional: Sequence[str]) -> dict[str, Tensor]:
+    """Check types; return the operands that are not None, cast as autocast asks."""
+    present = {}
+    for argument, value in operands.items():
+        if not isinstance(value, Tensor):
+            if value is None and argument in optional:
+                continue
+            raise TypeError(f"{name}: {argument} must be a tensor, got {type(value).__name__}")
+        if value.is_nested or value.layout is not torch.strided:
+            kind = "a nested tensor" if value.is_nested else value.layout
+            raise TypeError(f"{name}: {argument} must be a strided tensor, got {kind}")
+        if not (modes.compiling() or is_in_memory(value)):
+            # a clone of a pending negation would keep it
+            value = value.resolve_neg() if value.is_neg() else value.clone()
+        present[argument] = value
+
+    kind = next(iter(present.values())).device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        # as autocast casts the operands of a linear layer
+        dtype = torch.get_autocast_dtype(kind)
+        return {a: t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for a, t in present.items()}
+    return present
+
+
+def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
+    """Check types, shapes, devices and dtypes; return the operands that are not None, cast as autocast asks."""
+    present = strided(name, operands, _OPTIONAL)
+    x = present["x"]
+    if x.dim() == 0:
+        raise ValueError(f"{name}: x must be [..., K], got a scalar")
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: x must have a floating dtype, got {x.dtype}")
+    first = present["w_gate" if "w_gate" in present else "w_up"]
+    if first.dim() != 2:
+        raise ValueError(f"{name}: the first weight must be [N, K], got {list(first.shape)}")
+    n, k = first.shape[0], x.shape[-1]
+    shapes = {"w_gate": [n, k], "w_up": [n, k], "w_down": [k, n], "b_gate": [n], "b_up": [n], "b_down": [k]}
+    for argument, value in present.items():
+        if argument != "x" and list(value.shape) != shapes[argument]:
+            raise ValueError(_wrong_shape(name, present))
+        if value.device != x.device or value.dtype != x.dtype:
+            require_alike(name, present)
+    return present
+
+
+def admit_given(name: str, given: Layer) -> dict[str, Tensor]:
+    """The same of a layer whose gate is given; the operands that are not None under the names of a ``Layer``."""
+    operands = {argument: getattr(given, argument) for argument in ("x", "gate", "w_up", "w_down", "b_up", "b_down")}
+    t = strided(name, operands, ("x", "w_up", "b_up", "b_down"))
+    if ("x" in t) != ("w_up" in t):
+        there, missing = ("x", "w_up") if "x" in t else ("w_up", "x")
+        raise ValueError(f"{name}: {missing} must be given with {there}, got None")
+    if "b_up" in t and "w_up" not in t:
+        raise ValueError(f"{name}: b_up must be None without w_up, got a tensor")
+    gate, w_down = t["gate"], t["w_down"]
+    if not gate.is_floating_point():
+        raise TypeError(f"{name}: gate must have a floating dtype, got {gate.dtype}")
+    if w_down.dim() != 2:
+        raise ValueError(f"{name}: w_down must be [K, N], got {list(w_down.shape)}")
+    if gate.dim() == 0:
+        raise ValueError(f"{name}: gate must be [..., N], got a scalar")
+    (k, n), lead = w_down.shape, list(gate.shape[:-1])
+    shapes = {"gate": [*lead, n], "x": [*lead, k], "w_up": [n, k], "b_up": [n], "b_down": [k]}
+    for argument, expected in shapes.items():
+        if argument in t and list(t[argument].shape) != expected:
+            others = f"w_down has K = {k}, N = {n}"
+            raise ValueError(f"{name}: {argument} must be {expected} ({others}), got {list(t[argument].shape)}")
+    require_alike(name, t)
+    return t
+
+
+def require_alike(name: str, operands: Mapping[str, Tensor]) -> None:
+    """Raise unless the operands are on one device, ValueError, and of one dtype, TypeError."""
+    if len({t.device for t in operands.values()}) > 1:
+        raise ValueError(_odd_one(name, "on {}", {a: t.device for a, t in operands.items()}))
+    if len({t.dtype for t in operands.values()}) > 1:
+        raise TypeError(_odd_one(name, "{}", {a: t.dtype for a, t in operands.items()}))
+
+
+def admitted(layer: Layer, gated: bool) -> bool:
+    """Whether these are plain tensors in eager mode that the sparse kernels take as they are.
+
+    True answers every question of ``admit`` and ``sharded``, and those of ``plan`` about operands and modes: there is
+    nothing to cast, to wrap, to transform or to refuse. False says nothing.
+    """
+    if modes.compiling() or not modes.undisturbed():
+        return False
+    x, first, up, down, b_first, b_up, b_down = layer[:7]
+    for operand in layer:
+        kind = type(operand)
+        if operand is not None and (kind is Tensor or kind is Parameter):
+            if operand.is_nested or operand.layout is not torch.strided or not is_in_memory(operand):
+                return False
+        elif operand is not None:
+            return False
+    if x is None or first is None or down is None or (gated and up is None) or not x.dim():
+        return False
+    dtype, device, shape = x.dtype, x.device, first.shape
+    if dtype not in PACKED_DTYPES or len(shape) != 2:
+        return False
+    n, k = shape
+    return (
+        _takes(n, k)
+        and x.shape[-1] == k
+        and _fits(first, shape, dtype, device)
+        and _fits(down, (k, n), dtype, device)
+        and (up is None or _fits(up, shape, dtype, device))
+        and (b_first is None or _fits(b_first, (n,), dtype, device))
+        and (b_up is None or _fits(b_up, (n,), dtype, device))
+        and (b_down is None or _fits(b_down, (k,), dtype, device))
+    )
+
+
+def _fits(operand: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return operand.shape == shape and operand.dtype == dtype and operand.device == device
+
+
+@functools.lru_cache(4096)
+def _takes(n: int, k: int) -> bool:
+    """Whether the sparse kernels take these sizes."""
+    return unpackable(Facts(n=n, k=k, sliced=True)) is None
+
+
+def _common(values: list[tuple[str, Any]]) -> Any:
+    """The most common value of the operands. Among equally common ones the first weight's wins, and x's comes last."""
+    # tensors on meta have yet to be made
+    real = [(a, v) for a, v in values if not (isinstance(v, torch.device) and v.type == "meta")]
+    weights_first = sorted(real or values, key=lambda value: value[0] == "x")
+    return Counter(value for _, value in weights_first).most_common(1)[0][0]
+
+
+def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
+    """The error for the first operand that differs from most others; if there are only two, it names x."""
+    common = _common(list(values.items()))
+    odd = next(argument for argument, value in values.items() if value != common)
+    others = "x is" if odd != "x" and "x" in values else "the others are"
+    return f"{name}: {odd} must be {expected.format(common)} as {others}, got {values[odd]}"
+
+
+def _wrong_shape(name: str, operands: Mapping[str, Tensor]) -> str:
+    """The error for the first operand whose K or N differs from most others'."""
+    letters = {"x": "K", "w_gate": "NK", "w_up": "NK", "w_down": "KN", "b_gate": "N", "b_up": "N", "b_down": "K"}
+    sizes: dict[str, list[tuple[str, int]]] = {"K": [], "N": []}
+    for argument, value in operands.items():
+        if argument == "x" or value.dim() == len(letters[argument]):
+            for letter, size in zip(reversed(letters[argument]), reversed(value.shape)):
+                sizes[letter].append((argument, size))
+    common = {letter: _common(found) for letter, found in sizes.items()}
+    for argument, value in operands.items():
+        expected = [common[letter] for letter in letters[argument]]
+        got = list(value.shape)
+        if (got[-1:] if argument == "x" else got) != expected:
+            break
+    text = f"[..., {common['K']}]" if argument == "x" else str(expected)
+    return f"{name}: {argument} must be {text} (the others have K = {common['K']}, N = {common['N']}), got {got}"
+
+
+def sharded(operands: Mapping[str, Tensor]) -> bool:
+    """Whether some operands are DTensors; none can be before torch's module of DTensors is imported."""
+    for value in operands.values():
+        if type(value) not in PLAIN_TENSORS and "torch.distributed.tensor" in sys.modules:
+            from torch.distributed.tensor import DTensor
+
+            if isinstance(value, DTensor):
+                return True
+    return False
+
+
+def require_of_neurons(
+    name: str, argument: str, value: Any, layer: Layer, expected: str, dtype: torch.dtype | None = None
+) -> None:
+    """Raise unless this is a plain tensor [N] for the neurons of a layer, and of ``dtype`` if that is given."""
+    if not isinstance(value, Tensor) or not behaves(value) or sharded({argument: value}):
+        raise TypeError(f"{name}: {argument} must be a plain tensor, got a {type(value).__name__}")
+    n, device = len(layer.w_gate), layer.x.device
+    if value.shape != (n,) or value.device != device or dtype not in (None, value.dtype):
+        got = f"{value.dtype} {list(value.shape)} on {value.device}"
+        raise ValueError(f"{name}: {argument} must be {expected} [{n}] on {device}, got {got}")
+
+
+def needing_grad(operands: Mapping[str, Tensor]) -> list[str]:
+    """Names of the operands whose gradient autograd will want from this call."""
+    return [argument for argument, value in operands.items() if value.requires_grad] if torch.is_grad_enabled() else []
+
+
+def admit_mains(
+    name: str,
+    operands: Mapping[str, Tensor],
+    given: Mapping[str, Tensor | None],
+    mains: Sequence[Tensor | None] | None,
+) -> Mains:
+    """Check ``mains``, and return those of the weights that need a gradient.
+
+    ``given``: the operands before autocast has copied them.
+    """
+    if mains is None:
+        return Mains()
+    weights = [argument for argument in Mains._fields if argument in operands]
+    if not isinstance(mains, (tuple, list)) or len(mains) != len(weights):
+        got = f"{len(mains)} of them" if isinstance(mains, (tuple, list)) else type(mains).__name__
+        raise TypeError(f"{name}: main_grads must be one tensor or None for each of {', '.join(weights)}, got {got}")
+    for argument, main in zip(weights, mains):
+        weight = operands[argument]
+        if main is not None and not (
+            isinstance(main, Tensor)
+            and not _unwritable(main)
+            and main.dtype == torch.float32
+            and main.shape == weight.shape
+            and main.device == weight.device
+            and not main.requires_grad
+        ):
+            expected = f"a float32 tensor {list(weight.shape)} on {weight.device} that requires no grad"
+            raise ValueError(f"{name}: main_grads must have for {argument} {expected}, got {_describe(main)}")
+        if main is not None and memory.folded(main):
+            got = f"{list(main.shape)} of strides {list(main.stride())}"
+            raise ValueError(f"{name}: main_grads must have for {argument} one place for each element, got {got}")
+    require_apart(name, dict(zip(weights, mains)), given)
+    needing = needing_grad(operands)
+    taken = [main if argument in needing else None for argument, main in zip(weights, mains)]
+    if any(main is not None for main in taken) and (got := modes.transform_of(operands, True)):
+        raise NotImplementedError(f"{name}: main_grads take the gradients of a plain backward pass, got {got}")
+    return Mains(*taken) if "w_gate" in operands else Mains(w_gate=taken[0], w_down=taken[1])
+
+
+def _unwritable(main: Tensor) -> str:
+    """What keeps kernels from adding to the memory of ``main``; "" if nothing does."""
+    if main.layout is not torch.strided:
+        return f"of layout {main.layout}"
+    if modes.compiling():
+        return ""
+    if not is_in_memory(main):
+        return "whose memory does not hold its values (a negated view, or zeros without memory)"
+    if main.is_inference():
+        return "made in inference mode"
+    return "that a transform wraps" if torch._is_functional_tensor(main) else ""
+
+
+def require_apart(name: str, mains: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
+    """Raise ValueError if a main shares memory with another main or with an operand that the caller holds."""
+    written = {f"main_grads for {weight}": main for weight, main in mains.items() if isinstance(main, Tensor)}
+    read = {argument: value for argument, value in given.items() if value is not None} if written else {}
+    if written and (pair := memory.shared(written, read)):
+        raise ValueError(f"{name}: main_grads must have memory of their own, got {' and '.join(pair)} sharing some")
+
+
+def _describe(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    grad = " that requires grad" if value.requires_grad else ""
+    odd = f", {odd}" if (odd := _unwritable(value)) else ""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}{grad}{odd}"

@@ -1,0 +1,473 @@
+"""``twell.nn.SparseAutoencoder``: sparse autoencoders and transcoders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from twell.base.activation import RELU, largest_of_each
+from twell.base.arguments import (
+    require,
+    require_choice,
+    require_flag,
+    require_integer,
+    require_number,
+    require_positive,
+)
+from twell.call import functional
+from twell.call.choice import Selection, hidden_of
+from twell.call.execution import Aux, Extra, per_token
+from twell.call.functional import Strategy
+from twell.choose import cards
+from twell.choose.explanation import Choice
+from twell.choose.plan import Facts, Route, plan, routed
+from twell.choose.site import AutoStrategy, Screen, tokens_of
+from twell.nn import down_layout
+from twell.nn.float8 import moving
+from twell.ops import hybrid
+from twell.ops.calls import How
+from twell.ops.operands import Layer
+from twell.runtime import modes
+from twell.runtime.log import info_once, warn_once
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+Codes = Literal["relu", "jumprelu", "topk", "batchtopk"]
+_CODES = ("relu", "jumprelu", "topk", "batchtopk")
+
+
+def why_dense(strategy: Any, n: int, k: int, k_out: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why no call of an autoencoder [k, n, k_out] runs the sparse kernels; "" if calls may run them, or raise.
+
+    ``dtype`` is that of its products. Whether a gradient is needed is read from autograd's mode.
+    """
+    if k != k_out:
+        return f"the kernels take one size of x and y, got {k} and {k_out}"
+    asked = "auto" if isinstance(strategy, AutoStrategy) else strategy
+    imposed = cards.imposed(device.type, device.index)
+    facts = Facts(strategy=asked, n=n, k=k, dtype=dtype, device=device.type, imposed=imposed, sliced=True)
+    answer = plan(facts._replace(training=torch.is_grad_enabled()))
+    if asked == "auto" and not isinstance(answer, Route):
+        # sizes and dtypes that the kernels do not take
+        return answer.shown.removeprefix("calls raise: ")
+    return answer.reason if isinstance(answer, Route) and answer.strategy == "dense" else ""
+
+
+def of_choice(layer: Layer, choice: Selection, strategy: Any, counts: Tensor | None) -> tuple[Tensor, Aux]:
+    """``sparse_ffn`` with ``aux`` of what PyTorch chooses of the pre-activations."""
+    extra, how = Extra(None, choice, counts), How(RELU, strategy)
+    return functional.run(functional.sparse_ffn, layer, how, None, True, extra)  # type: ignore[return-value]
+
+
+class SparseAutoencoder(nn.Module):
+    """``a W_dec + b_dec`` for x [..., d_in], of the codes ``a = activation((x - b_dec) W_enc + b_enc)`` [..., d_sae].
+
+    Parameters, with the names and shapes of SAELens: ``W_enc`` [d_in, d_sae], ``W_dec`` [d_sae, d_out], ``b_enc``
+    [d_sae], ``b_dec`` [d_out]; with ``skip`` also ``W_skip`` [d_out, d_in], whose product with x is added to y. Rows of
+    ``W_dec`` begin with norm 1 and random directions, ``W_enc`` as its transpose where sizes allow. ``W_enc`` is the
+    transposed view of [d_sae, d_in] rows, which the kernels read in place; safetensors wants it ``.contiguous()``.
+
+    Args:
+        activation: "relu"; "jumprelu", the pre-activation where it is above ``threshold``, a float32 parameter [d_sae]
+            that starts at the given value; "topk", ReLU of the ``k`` largest of each token; "batchtopk", ReLU of the
+            int(k tokens) largest of the call. With "batchtopk" the least code of each call in ``train`` mode moves the
+            buffer ``threshold``, float32 0-d, by ``threshold_rate`` of the way, from 0; in ``eval`` mode codes are
+            what is above it (arXiv 2412.06410).
+        bandwidth: of "jumprelu": the threshold gets the straight-through gradient of arXiv 2407.14435, also from
+            ``aux.l0``. A threshold below 0 counts as 0 and keeps its gradient.
+        tied: the decoder is the transpose of ``W_enc``, and ``W_dec`` is None.
+        d_out: the size of y, else d_in. A transcoder has another target than x, and may have another size of it: such
+            calls are dense, which is logged once: on a GPU a warning.
+        apply_b_dec_to_input: whether ``b_dec`` is subtracted from x, in its dtype. Transcoders do not.
+        strategy: as in ``twell.sparse_ffn``; "auto" is an ``AutoStrategy`` of the module's own.
+
+    In ``train`` mode a call counts who fires, in DDP on any rank: ``tokens_since_fired``, int64 [d_sae], in the state
+    dict, and 0 where that has none. Casts leave ``threshold`` float32. Raises TypeError or ValueError for other values.
+    """
+
+    # where users find it, pickles included
+    __module__ = "twell.nn"
+
+    W_enc: nn.Parameter
+    W_dec: nn.Parameter | None
+    W_skip: nn.Parameter | None
+    threshold: Tensor | None
+    tokens_since_fired: Tensor
+
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        d_out: int | None = None,
+        *,
+        activation: Codes = "relu",
+        k: float | None = None,
+        threshold: float = 0.01,
+        bandwidth: float = 0.05,
+        threshold_rate: float = 0.01,
+        tied: bool = False,
+        skip: bool = False,
+        apply_b_dec_to_input: bool = True,
+        strategy: Strategy | AutoStrategy = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        d_out = d_in if d_out is None else d_out
+        for name, size in (("d_in", d_in), ("d_sae", d_sae), ("d_out", d_out)):
+            require_integer(name, size, 1)
+        for name, flag in (("tied", tied), ("skip", skip), ("apply_b_dec_to_input", apply_b_dec_to_input)):
+            require_flag(name, flag)
+        require_choice("activation", activation, _CODES)
+        require_number("threshold", threshold, 0)
+        require_positive("bandwidth", bandwidth)
+        require_positive("threshold_rate", threshold_rate, 1)
+        _require_k(k, activation, d_sae)
+        if d_in != d_out and (tied or apply_b_dec_to_input):
+            what = "tied=True" if tied else "apply_b_dec_to_input=True"
+            raise ValueError(f"d_out must be d_in = {d_in} with {what}, got {d_out}")
+        self.d_in, self.d_sae, self.d_out = d_in, d_sae, d_out
+        self.activation, self.bandwidth, self.threshold_rate = activation, bandwidth, threshold_rate
+        # NumPy's, too
+        self.k = int(k) if k is not None and activation == "topk" else k
+        self.tied, self.apply_b_dec_to_input = tied, apply_b_dec_to_input
+        self.strategy = strategy
+        self._auto = AutoStrategy()
+        self._first_threshold = threshold
+
+        def parameter(*sizes: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*sizes, device=device, dtype=dtype))
+
+        self.W_enc = nn.Parameter(torch.empty(d_sae, d_in, device=device, dtype=dtype).t())
+        self.W_dec = None if tied else parameter(d_sae, d_out)
+        self.b_enc, self.b_dec = parameter(d_sae), parameter(d_out)
+        self.W_skip = parameter(d_out, d_in) if skip else None
+        if activation == "jumprelu":
+            self.threshold = nn.Parameter(torch.empty(d_sae, device=device, dtype=torch.float32))
+        else:
+            moving = torch.empty((), device=device, dtype=torch.float32) if activation == "batchtopk" else None
+            self.register_buffer("threshold", moving)
+        self.register_buffer("tokens_since_fired", torch.zeros(d_sae, device=device, dtype=torch.int64))
+        # load_state_dict(assign=True) replaces rows with contiguous tensors
+        self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weights again; biases, the skip product and figures start at 0, thresholds where they started."""
+        for weight in (self.W_enc, self.W_dec):
+            if weight is not None:
+                nn.init.normal_(weight)
+        if self.W_dec is not None:
+            self.normalize_decoder_()
+        self.W_enc.div_(_norms(self.W_enc.t()).t())
+        if self.W_dec is not None and self.d_in == self.d_out:
+            self.W_enc.copy_(self.W_dec.t())
+        for zero in (self.b_enc, self.b_dec, self.W_skip, self.tokens_since_fired):
+            if zero is not None:
+                zero.zero_()
+        if self.threshold is not None:
+            self.threshold.fill_(self._first_threshold if self.activation == "jumprelu" else 0)
+
+    @property
+    def strategy(self) -> Strategy | AutoStrategy:
+        """How calls run, as in ``twell.sparse_ffn``; may be set at any time."""
+        return self._strategy
+
+    @strategy.setter
+    def strategy(self, value: Strategy | AutoStrategy) -> None:
+        routed(Facts(strategy="auto" if isinstance(value, AutoStrategy) else value))
+        self._strategy = value
+
+    @property
+    def screen(self) -> Screen:
+        """``AutoStrategy.screen`` of ``strategy`` if that is one, else of the module's own."""
+        return self._site().screen
+
+    @screen.setter
+    def screen(self, value: Screen) -> None:
+        self._site().screen = value
+
+    def _site(self) -> AutoStrategy:
+        """The ``AutoStrategy`` that chooses if nothing is named."""
+        return self._strategy if isinstance(self._strategy, AutoStrategy) else self._auto
+
+    @property
+    def invariant(self) -> bool:
+        """Always False: thresholds and choices that depend on a batch have no invariant kernels."""
+        return False
+
+    @invariant.setter
+    def invariant(self, value: bool) -> None:
+        if value:
+            raise NotImplementedError(f"invariant must be False for a SparseAutoencoder, got {value!r}")
+
+    def extra_repr(self) -> str:
+        of_kind = {"jumprelu": f", bandwidth={self.bandwidth}", "relu": ""}.get(self.activation, f", k={self.k}")
+        flags = "".join(f", {name}=True" for name, on in (("tied", self.tied), ("skip", self.W_skip is not None)) if on)
+        flags += "" if self.apply_b_dec_to_input else ", apply_b_dec_to_input=False"
+        sizes = f"{self.d_in}, {self.d_sae}" + ("" if self.d_out == self.d_in else f", {self.d_out}")
+        return f"{sizes}, activation={self.activation!r}{of_kind}{flags}, strategy={self.strategy!r}"
+
+    @property
+    def decoder(self) -> Tensor:
+        """The decoder [d_sae, d_out], tied or not."""
+        return self.W_enc.t() if self.W_dec is None else self.W_dec
+
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
+    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
+        """x [..., d_in] -> y [..., d_out], with ``Aux(l1, l0)`` of the codes, per token, if asked for.
+
+        Raises TypeError for another dtype than the parameters' without autocast, ValueError for another size; so do
+        ``encode`` and ``decode``.
+        """
+        centred = self._centred(x)
+        dtype = modes.product_dtype(x.dtype, x.device.type)
+        why = why_dense(self._strategy, self.d_sae, self.d_in, self.d_out, dtype, x.device)
+        # a recomputation counts no token again
+        counting = self.training and (modes.compiling() or not modes.in_backward())
+        fired = torch.zeros_like(self.tokens_since_fired) if counting else None
+        moves = counting and self.activation == "batchtopk"
+        least = torch.full_like(self.threshold, torch.inf) if moves else None  # type: ignore[arg-type]
+        if why:
+            if self._strategy != "dense" and not modes.compiling():
+                say = warn_once if x.is_cuda else info_once
+                say(f"a SparseAutoencoder runs dense: {why}")
+            y, aux = self._dense(centred, fired, least)
+        else:
+            y, aux = self._sparse(centred, fired, least)
+        if fired is not None:
+            self._note(fired, tokens_of(x), least)
+        if self.W_skip is not None:
+            y = y + F.linear(x, self.W_skip)
+        return (y, aux) if return_aux else y
+
+    def encode(self, x: Tensor, *, sparse: bool = False) -> Tensor:
+        """The codes [..., d_sae] of x [..., d_in], dense; a COO tensor if ``sparse``.
+
+        Always by PyTorch's operators; moves and counts nothing.
+        """
+        codes, _ = self._codes(self._centred(x))
+        return codes.to_sparse() if sparse else codes
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """``codes W_dec + b_dec`` [..., d_out] of codes [..., d_sae], dense or COO of two dimensions. Skips nothing."""
+        self._require("codes", codes, self.d_sae)
+        if codes.is_sparse:
+            y: Tensor = torch.sparse.mm(codes, self.decoder) + self.b_dec
+            # autocast computes it in float32
+            return y.to(modes.product_dtype(codes.dtype, codes.device.type))
+        return F.linear(codes, self.decoder.t(), self.b_dec)
+
+    def _require(self, name: str, values: Tensor, size: int) -> None:
+        """Raise unless these are [..., size], in the dtype of the parameters or one that autocast makes the same."""
+        require(name, values, Tensor, "a tensor")
+        if values.shape[-1:] != (size,):
+            raise ValueError(f"{name} must be [..., {size}], got {list(values.shape)}")
+        found, expected = values.dtype, self.W_enc.dtype
+        cast = [modes.product_dtype(dtype, values.device.type) for dtype in (found, expected)]
+        if found != expected and (cast[0] != cast[1] or not found.is_floating_point):
+            raise TypeError(f"{name} must have the dtype of the parameters, {expected}, or autocast, got {found}")
+
+    def _centred(self, x: Tensor) -> Tensor:
+        self._require("x", x, self.d_in)
+        return x - self.b_dec if self.apply_b_dec_to_input else x
+
+    def _level(self) -> Tensor:
+        """The threshold of each neuron, at least 0, with its gradient."""
+        assert self.threshold is not None
+        if self.activation == "batchtopk":
+            return self.threshold.expand(self.d_sae)
+        # a clamp would take the gradient of those below 0, which could not rise again
+        return torch.where(self.threshold < 0, self.threshold - self.threshold.detach(), self.threshold)
+
+    def _codes(self, centred: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The codes, dense, and the number of those that fire, 0-d; ``least``: see ``Selection``."""
+        pre = F.linear(centred, self.W_enc.t(), self.b_enc)
+        if self.activation == "jumprelu":
+            return hidden_of(pre, Selection(self._level(), self.bandwidth))
+        if self.activation == "batchtopk" and self.training:
+            return hidden_of(pre, Selection(most=int((self.k or 0) * tokens_of(pre)), least=least))
+        if self.activation == "batchtopk":
+            codes = torch.where(pre <= self._level().to(pre.dtype), 0, pre)
+        else:
+            codes = pre.relu()
+            if self.activation == "topk":
+                codes = largest_of_each(codes, int(self.k or 0))
+        return codes, (codes != 0).sum().float()
+
+    def _dense(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
+        """The result by PyTorch's operators; who fires is added to ``fired``; ``least``: see ``Selection``."""
+        codes, count = self._codes(centred, least)
+        if fired is not None:
+            fired.add_((codes.detach() != 0).reshape(-1, self.d_sae).sum(0))
+        l1 = codes.abs().sum(dtype=torch.promote_types(codes.dtype, torch.float32))
+        return self.decode(codes), per_token(l1, count, tokens_of(centred))
+
+    def _sparse(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
+        """The same by ``twell.sparse_ffn``."""
+        site = self._site() if self._strategy == "auto" else self._strategy
+        weights = self.W_enc.t(), self.decoder.t()
+        if self.activation == "batchtopk" and self.training:
+            layer = Layer(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
+            choice = Selection(most=int((self.k or 0) * tokens_of(centred)), least=least)
+            return of_choice(layer, choice, site, fired)
+        options: dict[str, Any] = {"activation": self.activation}
+        if self.activation in ("jumprelu", "batchtopk"):
+            level = self._level()
+            options = {"activation": "fatrelu", "threshold": level if level.requires_grad else level.detach()}
+            if level.requires_grad:
+                options["bandwidth"] = self.bandwidth
+        elif self.k is not None:
+            options["k"] = self.k
+        options |= {"b_up": self.b_enc, "b_down": self.b_dec, "strategy": site, "return_aux": True, "counts": fired}
+        return functional.sparse_ffn(centred, *weights, **options)  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _note(self, fired: Tensor, tokens: Any, least: Tensor | None) -> None:
+        """Count the tokens of a call, and move the threshold of "batchtopk" towards ``least``, if there is one.
+
+        In a forward pass of DDP tokens are those of all ranks, which send one message, and ``least`` is their mean.
+        """
+        if (ddp := modes.data_parallel()) is not None and self._is_within_ddp():
+            found = fired.new_zeros((), dtype=torch.float64) if least is None else least.double()
+            known = found.isfinite()
+            own = torch.stack([torch.full_like(found, tokens), torch.where(known, found, 0), known.double()])
+            message = torch.cat([fired.double(), own])
+            torch.distributed.all_reduce(message, group=ddp.process_group)
+            fired, tokens = message[:-3], message[-3].long()
+            # without one it is NaN
+            least = None if least is None else (message[-2] / message[-1]).to(least.dtype)
+        self.tokens_since_fired.add_(tokens).masked_fill_(fired > 0, 0)
+        if least is not None:
+            assert self.threshold is not None
+            moved = self.threshold.lerp(least, self.threshold_rate)
+            self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _is_within_ddp(self) -> bool:
+        """Whether the model that DDP runs now holds this module, and does not call it as another one's hook."""
+        return any(each is self for each in modes.data_parallel().module.modules())
+
+    @torch.no_grad()
+    def normalize_decoder_(self) -> None:
+        """Divide each row of the decoder by its norm, in place; rows of zeros stay. For after each optimizer step."""
+        self.decoder.div_(_norms(self.decoder))
+
+    @torch.no_grad()
+    def remove_parallel_gradients_(self) -> None:
+        """Take from the decoder's gradient its part along each row, in place (Bricken et al. 2023).
+
+        For between the backward pass and the optimizer's step. Raises ValueError if there is no gradient.
+        """
+        weight = self.W_enc if self.W_dec is None else self.W_dec
+        if weight.grad is None:
+            raise ValueError(f"{'W_enc' if self.tied else 'W_dec'} must have a gradient, got none")
+        grad = weight.grad.t() if self.tied else weight.grad
+        unit = self.decoder / _norms(self.decoder)
+        grad.sub_((grad * unit).sum(1, keepdim=True) * unit)
+
+    def dead(self, after_tokens: int) -> Tensor:
+        """Which neurons fired for none of the last ``after_tokens`` tokens of ``train`` mode: bool [d_sae]."""
+        require_integer("after_tokens", after_tokens, 1)
+        return self.tokens_since_fired >= after_tokens
+
+    def auxiliary_loss(
+        self, x: Tensor, y: Tensor, dead: Tensor, *, target: Tensor | None = None, k: int | None = None
+    ) -> Tensor:
+        """AuxK: how far neurons that are ``dead``, bool [d_sae], are from reconstructing what y lacks; 0-d.
+
+        The mean over tokens of ``||e - z W_dec||^2 min(1, D / k)``, with e = target - y, which gets no gradient, D dead
+        neurons, and z the ``min(k, D)`` largest pre-activations of dead neurons of a token, negative ones, too. ``k``
+        is d_in // 2 if not given; ``target`` is x. Source: Gao et al. 2024 (arXiv 2406.04093), appendix A.2, as SAELens
+        has it: the loss is not divided by the variance, z has no ReLU, and few dead neurons weigh less.
+
+        Only columns of dead neurons are computed. Waits for the GPU, once. 0 without a gradient if none is dead.
+        """
+        require("dead", dead, Tensor, "a tensor")
+        if dead.shape != (self.d_sae,) or dead.dtype != torch.bool:
+            raise ValueError(f"dead must be bool [{self.d_sae}], got {dead.dtype} {list(dead.shape)}")
+        if target is None and self.d_out != self.d_in:
+            raise ValueError(f"target must be given where d_out is not d_in, got none with {self.d_out}, {self.d_in}")
+        self._require("x", x, self.d_in)
+        target = x if target is None else target
+        for name, values in (("y", y), ("target", target)):
+            require(name, values, Tensor, "a tensor")
+            if values.shape != (*x.shape[:-1], self.d_out):
+                raise ValueError(f"{name} must be {[*x.shape[:-1], self.d_out]}, got {list(values.shape)}")
+        which = dead.nonzero().squeeze(1)
+        most = self.d_in // 2 if k is None else k
+        require_integer("k", most, 1)
+        if not len(which):
+            return y.new_zeros(())
+        pre = F.linear(self._centred(x), self.W_enc.t()[which], self.b_enc[which])
+        error = (target - y).detach()
+        chosen = largest_of_each(pre, min(most, len(which)))
+        missed = F.linear(chosen, self.decoder[which].t()) - error
+        squares = missed.to(torch.promote_types(missed.dtype, torch.float32)).square()
+        return squares.sum() * (min(1.0, len(which) / most) / max(tokens_of(x), 1))
+
+    def explain(self, name: str = "") -> list[Choice]:
+        """The rows of ``twell.explain`` for this layer."""
+        weight = self.W_enc
+        dtype = modes.product_dtype(weight.dtype, weight.device.type)
+        rows = []
+        for kind in ("inference", "training"):
+            with torch.set_grad_enabled(kind == "training"):
+                why = why_dense(self._strategy, self.d_sae, self.d_in, self.d_out, dtype, weight.device)
+            named = "auto" if isinstance(self._strategy, AutoStrategy) else str(self._strategy)
+            reason = "not called yet" if named == "auto" else "it was named"
+            most = hybrid.most_of_each(self.d_sae)
+            if kind == "training" and not why and (self.k or 0) > most:
+                why = f"k is above {most}" if named == "auto" else ""
+                reason = f"calls raise: k is above {most}"
+            rows.append(Choice(name, kind, "any", "", "dense" if why else named, why or reason))
+        measured = self._site().explain(name) if any(row.strategy == "auto" for row in rows) else []
+        return [row._replace(layout="rows") for row in measured or rows]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        threshold = self.threshold
+        own = (threshold, None if threshold is None or not threshold.is_leaf else threshold.grad)
+        return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *how: Any) -> None:
+        """As torch, of state dicts without ``tokens_since_fired``, too."""
+        state_dict.setdefault(f"{prefix}tokens_since_fired", torch.zeros_like(self.tokens_since_fired))
+        super()._load_from_state_dict(state_dict, prefix, *how)
+
+
+# the mark of torch.compiler.assume_constant_result: tracing need not follow a walk through a model
+SparseAutoencoder._is_within_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _keep_rows(module: SparseAutoencoder, incompatible_keys: Any) -> None:
+    down_layout.store(module.W_enc, rows=True)
+    if module.W_dec is not None:
+        down_layout.store(module.W_dec, rows=False)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """The norm of each row, float32 or wider [N, 1], above 0."""
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype)
+    return norms.clamp(min=torch.finfo(dtype).tiny)
+
+
+def _require_k(k: Any, activation: str, most: int) -> None:
+    """Raise TypeError or ValueError unless ``k`` goes with ``activation``."""
+    if activation == "topk":
+        require_integer("k", k, 1)
+    elif activation == "batchtopk":
+        require_positive("k", k)
+    elif k is not None:
+        raise ValueError(f'k must be None unless activation is "topk" or "batchtopk", got {k!r}')
+    if k is not None and k > most:
+        raise ValueError(f"k must be at most d_sae = {most}, got {k}")

@@ -1,0 +1,630 @@
+"""Modules around ``twell.call.functional``, with the parameters of ``nn.Linear`` children."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from twell.base.activation import Activation, ActivationName
+from twell.base.arguments import require, require_integer
+from twell.call import autograd, execution, functional
+from twell.call import plain as _plain
+from twell.call.execution import Aux
+from twell.call.functional import Strategy
+from twell.choose.explanation import Choice, Explanation
+from twell.choose.plan import Facts, routed
+from twell.choose.site import AutoStrategy, Screen, require_screen
+from twell.nn import adapted, explained, projections
+from twell.nn import down_layout as _down_layout
+from twell.nn.autoencoder import SparseAutoencoder as SparseAutoencoder
+from twell.nn.float8 import Float8MLP
+from twell.nn.projections import Projection
+from twell.nn.record import watch
+from twell.nn.settings import Configured, name_of, setting
+from twell.ops.calls import How, known
+from twell.ops.operands import Layer
+from twell.runtime import modes
+from twell.runtime.log import warn_once
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+DownLayout = Literal["auto", "rows", "linear"]
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class SparseFFN(Configured):
+    """Base of both modules: their settings, and the dense path through the children."""
+
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+    aux: Aux | None = None
+    _settings = Configured._settings | {"down_layout", "accumulate_main_grad", "record_aux"}
+    _unsaved = ("aux", "_laid", "_how")
+    # the names of the children that are projections, in the order of calls
+    _projections: tuple[str, ...] = _PROJECTIONS
+    # ``own_code`` of those of other classes that were seen to compute the same, and whether weights are cast as x is
+    _linears: tuple[Any, ...] = ()
+    _casts = False
+    # the name of a child that drops values of the hidden state, "" without one
+    _dropout = ""
+    # dropouts elsewhere, children or shares, which were 0 when the layer was made of a module
+    _still: tuple[str, ...] = ()
+    # whether other code makes the gate, and whether other code applies the activation
+    _given = _fixed = False
+    if TYPE_CHECKING:
+        _laid: _down_layout.Laid
+        _accumulate_main_grad: bool
+        _record_aux: bool
+        accumulate_main_grad: bool
+        record_aux: bool
+        down_layout: DownLayout
+    else:
+        down_layout, accumulate_main_grad, record_aux = map(
+            setting, ("down_layout", "accumulate_main_grad", "record_aux")
+        )
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        bias: bool = False,
+        *,
+        compression: int = 8,
+        strategy: Strategy | AutoStrategy = "auto",
+        screen: Screen | None = None,
+        invariant: bool = False,
+        activation: ActivationName = "relu",
+        threshold: float = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating torch.dtype, got {dtype!r}")
+        require_integer("hidden", hidden, 1)
+        require_integer("intermediate", intermediate, 1)
+        routed(Facts(type(self).__name__, name_of(strategy), invariant, n=intermediate, k=hidden, sliced=True))
+        self.hidden, self.intermediate = hidden, intermediate
+        # how many children there were when all were last looked at
+        self._children = 0
+        self.compression, self.strategy, self.invariant = compression, strategy, invariant
+        self.activation = activation
+        self.threshold = threshold
+        self.accumulate_main_grad, self.record_aux, self.down_layout = False, False, "auto"
+        self._laid = _down_layout.Laid()
+        self._auto = AutoStrategy()
+        self._how = self._asked()
+        watch()
+        if screen is not None:
+            self.screen = screen
+        # load_state_dict(assign=True) replaces parameters stored by rows with contiguous tensors
+        self.register_load_state_dict_post_hook(_keep_rows)  # type: ignore[no-untyped-call]
+        self._add_projections(bias, device, dtype)
+
+    def _add_projections(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        for name in self._projections:
+            sizes = (self.intermediate, self.hidden) if name == "down_proj" else (self.hidden, self.intermediate)
+            setattr(self, name, nn.Linear(*sizes, bias, device, dtype))
+
+    def _require(self, name: str, value: Any) -> None:
+        if name in ("activation", "threshold") and self._fixed and value != self.__dict__.get(f"_{name}", value):
+            raise ValueError(
+                f"{name} must be as it is, since the model's own code applies the activation, got {value!r}"
+            )
+        if name == "down_layout":
+            _require_layout(name, value)
+        else:
+            super()._require(name, value)
+
+    def reset_parameters(self) -> None:
+        """Initialise all projections again, each as nn.Linear does."""
+        # random numbers are drawn in the order of memory
+        self._laid.put_back()
+        for name in self._projections:
+            if name in self._modules:
+                getattr(self, name).reset_parameters()
+
+    def extra_repr(self) -> str:
+        form = "" if self.activation == "relu" else f", activation={self.activation!r}"
+        if isinstance(self.threshold, Tensor):
+            form += ", threshold=a tensor"
+        elif self.threshold:
+            form += f", threshold={self.threshold}"
+        form += "" if self.screen == "auto" else f", screen={self.screen!r}"
+        form += ", invariant=True" if self.invariant else ""
+        return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Aux may be part of autograd's graph, which can neither be copied nor pickled
+        self._laid.put_back()
+        return super().__getstate__()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_laid": _down_layout.Laid(), "_children": 0})
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As in ``nn.Module``. Listings of parameters come by here, and get the down weight as nn.Linear stores it."""
+        down = self.down_proj
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            if module is down:
+                self._laid.put_back()
+            yield name, module
+        # a child that other layers have, too, may have been listed with them
+        self._laid.put_back()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in ``nn.Module``."""
+        if not recurse:
+            self._laid.put_back()
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``nn.Module``."""
+        self._laid.put_back()
+        return super().state_dict(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``."""
+        if mode:
+            self._laid.put_back()
+        self._laid.fresh = True
+        return super().train(mode)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """As in ``nn.Module``."""
+        self._laid.put_back()
+        return super().apply(fn)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._laid.put_back()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
+    def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
+        """x [..., hidden] -> y [..., hidden], with ``Aux(l1, l0)`` if asked for."""
+        if self._still:
+            self._require_still()
+        if self._dropout and self._drops():
+            return self._finish(self._dropped(x, return_aux or self._record_aux), return_aux)  # type: ignore[no-any-return]
+        with_aux, compiling = return_aux or self._record_aux, modes.compiling()
+        # all settings of a call are of one moment; a threshold that is a tensor is looked at
+        how = self._asked() if compiling or isinstance(self._threshold, Tensor) else self._how
+        if not (compiling or with_aux or self._accumulate_main_grad) and (y := self._known(x, how)) is not None:
+            return y
+        plain = self._is_plain()
+        if not (plain or self._given):
+            _down_layout.note_capture(self)
+            return self._finish(self._adapted(x, with_aux), return_aux)  # type: ignore[no-any-return]
+        with contextlib.nullcontext() if compiling else _down_layout.turn(self):
+            result = self._sparse(x, with_aux, how) if plain else self._adapted(x, with_aux)
+        return self._finish(result, return_aux)  # type: ignore[no-any-return]
+
+    def _known(self, x: Any, how: How) -> Tensor | None:
+        """y of a call of a kind that was made before; None, with nothing run, of any other.
+
+        It asks what no memory of calls can: whether calling each projection is F.linear with its parameters and nothing
+        else, and whether the down weight lies as it should.
+        """
+        children = self._modules
+        if not isinstance(x, Tensor):
+            return None
+        # one that was set beside a projection may take its role
+        if len(children) != self._children:
+            return None
+        operands: list[Tensor | None] = [x]
+        biases: list[Tensor | None] = []
+        for name in self._projections:
+            child = children.get(name)
+            if type(child) is not nn.Linear:
+                return None
+            own = child.__dict__
+            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                return None
+            if own["_backward_hooks"] or own["_backward_pre_hooks"]:
+                return None
+            parameters = own["_parameters"]
+            weight, bias = parameters.get("weight"), parameters.get("bias")
+            if len(parameters) != 2 or type(weight) is not nn.Parameter or not weight.is_cuda:
+                return None
+            if "forward" in own or "weight" in own or "bias" in own:
+                return None
+            operands.append(weight)
+            biases.append(bias)
+        if any(_plain.HOOKS_OF_ALL) or not _plain.calls_are_torchs():
+            return None
+        if not self._gated:
+            operands.insert(2, None)
+            biases.insert(1, None)
+        laid = self._laid
+        with laid.lock:
+            if self._down_layout == "auto":
+                # a gradient is to be laid out as the weight is without twell
+                trains = laid.weight is not None and torch.is_grad_enabled()
+                if laid.fresh or (trains and any(t.requires_grad for t in (*operands, *biases) if t is not None)):
+                    return None
+                laid.note_reading(weight)
+            return known((*operands, *biases), how)
+
+    def _sparse(self, x: Tensor, with_aux: bool, how: How) -> Any:
+        """The result of the layer's function."""
+        found = list(self._operands())
+        weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
+        mains = self._main_grads(**dict(zip(_PROJECTIONS if self._gated else _PROJECTIONS[1:], weights)))
+        given: list[Any] = list(self._announced(*weights))
+        extra = execution.NOTHING
+        if self._casts and isinstance(x, Tensor) and x.is_floating_point() and x.dtype != weights[0].dtype:
+            extra = execution.Extra(execution.Made(weights[0], 0, None))
+            given, biases = _plain.cast(given, x.dtype), _plain.cast(biases, x.dtype)
+        if not self._gated:
+            given.insert(1, None)
+            biases.insert(1, None)
+        function = functional.sparse_gated_ffn if self._gated else functional.sparse_ffn
+        if not modes.compiling():
+            self.__dict__["_children"] = len(self._modules)
+        return functional.run(function, Layer(x, *given, *biases), how, mains, with_aux, extra)
+
+    def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
+        """The weights and biases of the projections."""
+        return map(self._applied, self._projections)
+
+    def _runs_dense(self, weight: Tensor) -> bool:
+        """Whether inference runs dense or not at all, whatever it meets."""
+        dtype = modes.product_dtype(weight.dtype, weight.device.type)
+        answer = adapted.planned(self, weight.shape[1], weight.shape[0], dtype, weight.device, False)
+        return answer.strategy in ("none", "dense")
+
+    def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
+        """The return value of ``forward``, from that of the function."""
+        # a setting may have changed meanwhile
+        if not isinstance(result, tuple):
+            return result
+        y, aux = result
+        if self._record_aux:
+            self.aux = aux
+        return result if return_aux else y
+
+    def _is_plain(self) -> bool:
+        """Whether calling the projections applies their weights and biases and does nothing else."""
+        if any(_plain.HOOKS_OF_ALL) or not _plain.calls_are_torchs():
+            return False
+        for name, child in self._modules.items():
+            if name in self._projections and (child is None or not _plain.is_plain(child, self._linears)):
+                return False
+        return True
+
+    def _project(self, name: str, x: Tensor) -> Any:
+        return getattr(self, name)(x)
+
+    def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
+        """The gate before its activation and the up projection; the latter and None in a layer without a gate."""
+        if self._gated:
+            return self._project("gate_proj", x), self._project("up_proj", x)
+        return self._project("up_proj", x), None
+
+    def _gate(self, x: Tensor) -> Any:
+        """The gate before its activation, by calling its projection, which may be more than a weight and a bias."""
+        return self._project("gate_proj" if self._gated else "up_proj", x)
+
+    def _readings(self) -> list[Projection | str]:
+        """What the projections compute, of gate, up and down, or why only calls of them tell."""
+        return [projections.read(self._modules.get(name)) for name in self._projections]
+
+    def _refusal(self) -> str:
+        """Why every call raises an error, for what was set on the layer or around it; "" if not so."""
+        if not self.accumulate_main_grad or self._is_plain():
+            return ""
+        read = dict(zip(self._projections, self._readings()))
+        odd = [name for name, found in read.items() if isinstance(found, str) or found.layer or found.dequantise]
+        return f"accumulate_main_grad: expected plain nn.Linear projections, got others or hooks ({', '.join(odd)})"
+
+    def _adapted(self, x: Tensor, with_aux: bool) -> Any:
+        """The result where a projection is more than a weight and a bias: sparse if the others can be read."""
+        if refusal := self._refusal():
+            raise NotImplementedError(refusal)
+        routed(Facts(strategy=name_of(self.strategy), invariant=self.invariant, called=True))
+        result = adapted.run(self, x, with_aux)
+        if not isinstance(result, str):
+            return result
+        if result and not modes.compiling():
+            warn_once(f"a twell layer calls its projections and runs dense: {result}")
+        return self._dense(*self._pre_activations(x), with_aux)
+
+    def _require_still(self) -> None:
+        """Raise NotImplementedError if a dropout that the layer does not run would drop values now."""
+        for name in self._still:
+            each: Any = getattr(self, name, 0)
+            # code may leave out whether it trains
+            if p := (each.p if self.training else 0) if isinstance(each, nn.Dropout) else each:
+                raise NotImplementedError(
+                    f"{name} must drop nothing, as when sparsify_ made a layer of its module, whose code is gone, got "
+                    f"p = {p}: set it before sparsify_"
+                )
+
+    def _drops(self) -> bool:
+        """Whether the hidden state passes through something that may change it now."""
+        child: Any = self._modules[self._dropout]
+        own = type(child) in (nn.Dropout, nn.Identity) and _plain.runs_its_class(child)
+        return not own or (child.training and bool(self._dropped_by()))
+
+    def _dropped_by(self, _: nn.Module | None = None) -> str:
+        """What drops values of the hidden state in training, of a pair in its block; "" if nothing."""
+        p = getattr(self._modules[self._dropout], "p", 0) if self._dropout else 0
+        return f"{self._dropout}, p = {p}" if p else ""
+
+    def _dropped(self, x: Tensor, with_aux: bool) -> Any:
+        """The result where values of the hidden state are dropped, by calls of the projections."""
+        if self._accumulate_main_grad or self._invariant:
+            raise NotImplementedError(
+                f"accumulate_main_grad and invariant: expected a hidden state of which nothing is dropped, got "
+                f"{self._dropped_by()}, in training: set it to 0"
+            )
+        return self._dense(*self._pre_activations(x), with_aux)
+
+    def _dense(self, gate: Any, up: Any, with_aux: bool) -> Any:
+        """The result by calling the projections, of what those before the activation returned."""
+        activation = self._form()
+        y, hidden, gate = self._behind(gate, up, activation)
+        return (y, execution.dense_aux(hidden, gate, activation)) if with_aux else y
+
+    def _behind(self, gate: Any, up: Any, activation: Activation) -> tuple[Any, Any, Any]:
+        """y, the hidden state and the gate, of what the projections before the activation returned."""
+        gate = activation.after(gate)
+        hidden = activation.hidden(gate, up)
+        kept = hidden
+        if self._dropout:
+            child = getattr(self, self._dropout)
+            # a copy: figures are of the whole hidden state
+            kept = child(hidden.clone() if getattr(child, "inplace", False) else hidden)
+        return self._project("down_proj", kept), hidden, gate
+
+    def _applied(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """The weight and the bias that calling a projection applies."""
+        # a look-up of nn.Module costs a microsecond, and a layer without gradients makes nine of them
+        children: Any = self._modules
+        child = children[name] if name in children else getattr(self, name)
+        parameters = child._parameters
+        if "weight" in parameters and "bias" in parameters:
+            return parameters["weight"], parameters["bias"]
+        return child.weight, child.bias
+
+    def _first_weight(self) -> Tensor:
+        """The weight before the activation, as calls hand it to the operators."""
+        return self._applied("gate_proj" if self._gated else "up_proj")[0]
+
+    def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
+        """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
+        if not self._accumulate_main_grad:
+            return None
+        mains = []
+        for name, weight in weights.items():
+            main: Tensor | None = getattr(weight, "main_grad", None) if weight.requires_grad else None
+            if main is None and weight.requires_grad:
+                raise ValueError(
+                    f"accumulate_main_grad: {name}.weight.main_grad must be a float32 tensor "
+                    f"{list(weight.shape)}, got none"
+                )
+            mains.append(main)
+        return mains
+
+    def _announced(self, *weights: Tensor) -> Iterable[Tensor]:
+        """The weights; if backward adds to their mains, such as tell the parameters so that want to know."""
+        if not self._accumulate_main_grad:
+            return weights
+        return map(autograd.announced, weights, self._owners(*weights))
+
+    def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """The parameters of which the weights are."""
+        return weights
+
+    @classmethod
+    def _of(cls, inputs: dict[str, nn.Linear], down: nn.Linear, **options: Any) -> Self:
+        """A module with the Parameter objects of linear layers that form one FFN."""
+        mlp = cls(*_require_linear(inputs, down), device="meta", **options)
+        for name, linear in zip(cls._projections, (*inputs.values(), down)):
+            child = mlp.get_submodule(name)
+            child.weight, child.bias = linear.weight, linear.bias
+        return mlp
+
+
+class SparseGatedMLP(SparseFFN):
+    """``down_proj(relu(gate_proj(x)) * up_proj(x))`` through ``twell.sparse_gated_ffn`` on x [..., hidden].
+
+    ``gate_proj``, ``up_proj`` [intermediate, hidden] and ``down_proj`` [hidden, intermediate] are ``nn.Linear``
+    children with their usual initialisation, names, shapes and layout; each has a ``bias`` if asked for. On a GPU the
+    kernels read ``down_proj.weight`` by rows of neurons. For inference the layer stores it so while nothing else holds
+    it (``twell.nn.set_down_layout``); training copies it at each call.
+
+    With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
+    part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
+
+    The kernels read the weights and biases; the projections themselves are not called. LoRA adapters of peft and some
+    quantised weights are read, too, and a gate projection that is anything else is called (docs/models.md); "auto"
+    does so from 1,024 tokens on. If another projection has hooks (its own or global ones, as FLOP counters register),
+    weights of a subclass or a replaced ``forward``, the layer warns, calls its projections and runs dense. In all these
+    cases ``invariant`` and ``accumulate_main_grad`` raise NotImplementedError.
+
+    ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of
+    ``twell.sparse_gated_ffn`` and may be set at any time, the threshold to a tensor, too; the state dict holds none of
+    them. With "auto" the module has its own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls;
+    ``twell.explain`` shows it. ``screen``, "auto" or "off", is its, or that of an ``AutoStrategy`` that was given as
+    ``strategy``; None leaves it. A named strategy stays, except that inference in float32 and float64 runs dense.
+    With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
+    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has the
+    attribute ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its
+    hooks run; compiled graphs set it as they begin.
+    """
+
+    gate_proj: nn.Linear
+    _gated = True
+
+    @classmethod
+    def from_linear(cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, **options: Any) -> Self:
+        """Make a module that shares the Parameter objects of three ``nn.Linear``, each with or without bias.
+
+        Their storage stays, too; ``options`` are the keyword arguments of the class from ``compression`` on. Raises
+        TypeError or ValueError if the three do not form one FFN.
+        """
+        return cls._of({"gate": gate, "up": up}, down, **options)
+
+
+class SparseMLP(SparseFFN):
+    """``down_proj(relu(up_proj(x)))`` through ``twell.sparse_ffn``; all else as in ``SparseGatedMLP``."""
+
+    _projections = _PROJECTIONS[1:]
+
+    @classmethod
+    def from_linear(cls, up: nn.Linear, down: nn.Linear, **options: Any) -> Self:
+        """Make a module that shares the Parameter objects of two ``nn.Linear``, as ``SparseGatedMLP.from_linear``."""
+        return cls._of({"up": up}, down, **options)
+
+
+def explain(layers: nn.Module | AutoStrategy) -> Explanation:
+    """Return the strategy of each layer of ``layers``, the reason and the measured figures; ``print`` it for a table.
+
+    ``layers`` is a module that is or contains layers of ``twell.nn``, or the ``AutoStrategy`` of a call site. The call
+    neither waits nor changes anything: figures still on their way from the GPU are left out. Only "auto" measures, and
+    only where it may choose; on a CPU the non-zeros are those of ``aux``, where the last call recorded it.
+    """
+    if isinstance(layers, AutoStrategy):
+        none = Choice("", "any", "any", "", "auto", "no call has chosen yet: on a CPU all are dense")
+        return Explanation(tuple(layers.explain()) or (none,))
+    if not isinstance(layers, nn.Module):
+        raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
+    rows = []
+    for name, layer in (*_other_layers(layers), *_named_layers(layers)):
+        # of a pair the module around both, where that is among the layers
+        block_of: Any = getattr(layer, "block_of", None)
+        block = layer if block_of is None else layers.get_submodule(block_of(name))
+        own = explained.rows(name, layer, block) if isinstance(layer, SparseFFN) else layer.explain(name)
+        rows += explained.bypassed(name, layer, block) or own
+    return Explanation(tuple(rows))
+
+
+def set_strategy(
+    module: nn.Module,
+    strategy: Strategy | AutoStrategy,
+    *,
+    screen: Screen | None = None,
+    invariant: bool | None = None,
+) -> None:
+    """Set ``strategy`` of every layer of ``twell.nn`` in ``module``; with "auto" each chooses for itself.
+
+    ``screen`` and ``invariant`` are set, too, unless they are None. An ``AutoStrategy`` is for one layer: layers that
+    share it share their figures and its ``screen``.
+
+    Raises as the attributes do, and ValueError if ``module`` has no such layer; then nothing has changed.
+    """
+    others = [layer for _, layer in _other_layers(module)]
+    layers = [] if others and not _named_layers(module) else _layers(module)
+    if screen is not None:
+        require_screen(screen)
+    for layer in (*layers, *others):
+        routed(Facts(strategy=name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
+    autoencoders = [layer for layer in others if isinstance(layer, SparseAutoencoder)]
+    for layer in autoencoders:
+        # raises if True
+        layer.invariant = bool(invariant)
+        layer.strategy = strategy
+    for layer in (*layers, *others):
+        if isinstance(layer, Configured):
+            # both at once: the one may not go with the other's old value
+            layer._set(_strategy=strategy, **({} if invariant is None else {"_invariant": invariant}))
+        if screen is not None and not isinstance(layer, Float8MLP):
+            layer.screen = screen
+
+
+def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
+    """Set the layout of ``down_proj.weight`` in every layer of ``twell.nn`` in ``module``. Shapes stay [K, N].
+
+    "auto", the default: as nn.Linear stores it, for all code that sees the Parameter. In ``eval`` mode and without
+    gradients a call on a GPU first stores it by rows, which the kernels read in place, if nothing else holds the
+    Parameter or its memory. The layer puts it back where it is listed, by ``parameters()`` or ``modules()``, and by
+    ``state_dict``, ``train``, ``to``, copies, pickles, and calls that need its gradient. Both wait for the GPU, once.
+    A weight that a CUDA graph reads stays as it is. Only code that reads ``down_proj.weight`` itself sees the rows.
+
+    "linear": contiguous, always. The sparse kernels then read a copy by rows, made at each forward and each backward
+    pass: 23 MB at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, always; also for
+    training where nothing flattens parameters. FSDP2, flat optimizers such as LBFGS, ``parameters_to_vector`` and
+    safetensors refuse such a weight or need ``.contiguous()``; ``set_down_layout(module, "auto")`` is the way back.
+
+    Loading a state dict keeps each; moving, casting, copying and pickling keep "linear" and "rows". Call it before
+    anything keeps views of the parameters; the Parameter objects stay, and their gradients change layout with them. The
+    state of an optimizer does not, and fused optimizers read it in memory order: set the layout before the optimizer's
+    first step, and use the layout of the run whose state is loaded. A weight that was replaced by one of another layout
+    is set right, too.
+
+    Raises ValueError for another name, and if ``module`` has no such layer.
+    """
+    _require_layout("layout", layout)
+    for layer in _layers(module):
+        layer.down_layout = layout
+        with layer._laid.lock:
+            layer._laid.weight, layer._laid.failed = None, False
+            _down_layout.store(layer.down_proj.weight, layout == "rows")
+
+
+def _layers(module: nn.Module) -> list[SparseFFN]:
+    require("module", module, nn.Module, "an nn.Module")
+    layers = [layer for _, layer in _named_layers(module)]
+    if not layers:
+        raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
+    return layers
+
+
+def _named_layers(module: nn.Module) -> list[tuple[str, SparseFFN]]:
+    """The layers of ``module`` with their names; listing them hands out no parameters."""
+    with _down_layout.unlisted():
+        return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, SparseFFN)]
+
+
+def _other_layers(module: nn.Module) -> list[tuple[str, Float8MLP | SparseAutoencoder]]:
+    """The layers of e4m3 weights and the autoencoders of ``module`` with their names."""
+    require("module", module, nn.Module, "an nn.Module")
+    with _down_layout.unlisted():
+        kinds = (Float8MLP, SparseAutoencoder)
+        return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, kinds)]
+
+
+def _require_layout(name: str, layout: object) -> None:
+    if layout not in ("auto", "rows", "linear"):
+        raise ValueError(f'{name} must be "auto", "rows" or "linear", got {layout!r}')
+
+
+def _keep_rows(module: SparseFFN, incompatible_keys: Any) -> None:
+    if module.down_layout == "rows" and isinstance(module.down_proj, nn.Linear):
+        _down_layout.store(module.down_proj.weight, rows=True)
+
+
+def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
+    """Return (hidden, intermediate) of linear layers that form one FFN; raise TypeError or ValueError otherwise."""
+    for name, linear in (*inputs.items(), ("down", down)):
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{name} must be an nn.Linear, got {type(linear).__name__}")
+        if not _plain.is_plain(linear):
+            raise TypeError(
+                f"{name} must be a plain nn.Linear, got {type(linear).__name__} with a forward or hooks of its own"
+            )
+    intermediate, hidden = next(iter(inputs.values())).weight.shape
+    for name, linear in (*inputs.items(), ("down", down)):
+        expected = [hidden, intermediate] if name == "down" else [intermediate, hidden]
+        if list(linear.weight.shape) != expected:
+            raise ValueError(f"{name}.weight must be {expected}, got {list(linear.weight.shape)}")
+    first, dtype = next((name, linear.weight.dtype) for name, linear in inputs.items())
+    for name, linear in (*inputs.items(), ("down", down)):
+        for parameter, value in linear.named_parameters():
+            if value.dtype != dtype:
+                raise TypeError(f"{name}.{parameter} must be {dtype} as {first}.weight is, got {value.dtype}")
+    return hidden, intermediate
