@@ -180,7 +180,7 @@ def test_object_exports_the_symbol(root: Path, tmp_path: Path) -> None:
     assert b"\0__tvm_ffi_unpack_bf16\0" in (tmp_path / "unpack_bf16.o").read_bytes()
     target, _, sources = (tmp_path / "x.d").read_text().partition(": ")
     assert target == str(tmp_path / "unpack_bf16.o")
-    assert {str(root / "cute_kernels" / name) for name in ("unpack.py", "geometry.py", "compile.py")} <= set(
+    assert {str(root / "cute_kernels" / name) for name in ("all_gpus/unpack.py", "geometry.py", "compile.py")} <= set(
         sources.split()
     )
     assert not any("up_down" in source for source in sources.split())

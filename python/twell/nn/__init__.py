@@ -1,4 +1,4 @@
-"""Modules of sparse layers, with the parameters of ``nn.Linear`` children, and what sets or explains those of a model."""
+"""Modules of sparse layers, with the parameters of ``nn.Linear`` children; what sets or explains those of a model."""
 
 from twell.nn.autoencoder import SparseAutoencoder
 from twell.nn.float8 import Float8MLP
