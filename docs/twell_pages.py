@@ -152,7 +152,7 @@ def read_page(app: Sphinx, page: str, source: list[str]) -> None:
     """Turn the parts of a page that GitHub reads otherwise into directives.
 
     A ``<picture>`` becomes one image for each theme. The content of a comment ``<!-- sphinx ... -->``, which GitHub
-    leaves out, becomes part of the page. The page of the API gets the docstrings and schemas of operators. A link to a
+    leaves out, becomes part of the page. The page of docstrings gets those of operators, and their schemas. A link to a
     page above ``docs/`` becomes a download.
     """
 
@@ -164,9 +164,9 @@ def read_page(app: Sphinx, page: str, source: list[str]) -> None:
         return "\n\n".join(each)
 
     text = HIDDEN.sub(r"\1", PICTURE.sub(images, source[0]))
-    if page == "api":
+    if page == "docstrings":
         each = "".join(f".. autofunction:: {name}({given(name)})\n" for name in twell.ops.__all__)
-        text += f"\n### Each operator\n\n```{{eval-rst}}\n.. py:module:: twell.ops\n\n{each}```\n"
+        text += f"\ntwell.ops\n---------\n\n.. py:module:: twell.ops\n\n{each}"
     source[0] = re.sub(OUTSIDE % (page.count("/") + 1), r"{download}`\1 <\2>`", text)
 
 

@@ -20,66 +20,40 @@ RESULTS = figures.RESULTS
 PAGES = (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
-# Tests
-
-
-def fuzz(name: str) -> str:
-    """Number of fuzz cases and their seeds, the largest error, and mismatches."""
-    run = result(name)
-    *others, last = (str(part["seed"]) for part in run["runs"])
-    seeds = f"seeds {', '.join(others)} and {last}" if others else f"seed {last}"
-    counts, wrong = run["counts"]["numbers"], run["mismatches"]
-    largest, case = max(value for name, value in run["worst"].items() if name.endswith("allowed"))
-    return (
-        f"{run['cases']:,} cases in {run['seconds']:.0f} s, {seeds}: {counts['integers']:,} with integers, compared "
-        f"bit by bit, and {counts['reals']:,} with real numbers, the largest error {largest:.2f} of the bound (case "
-        f"{case}). Mismatches: {'; '.join(wrong) if wrong else 'none'}. {machine(run)}"
-    )
-
-
-def soak() -> str:
-    """What two soaks did, side by side on one GPU."""
-    rows, runs = [], (result("soak"), result("soak_again"))
-    for run in runs:
-        counts = f"{run['cases']:,}", f"{run['calls']:,}", f"{run['seconds'] / 60:.0f}"
-        memory = [f"{run[kind]['settled']:,.0f} / {run[kind]['most']:,.0f}" for kind in ("gpu_mb", "host_mb")]
-        rows.append([*counts, *memory, "; ".join(run["wrong"]) or "none"])
-    header = ["cases", "calls", "minutes", "MB of the GPU: at first / at most", "of the host", "faults"]
-    return f"{markdown(header, 'rrrrrl', rows)}\n\n{machine(runs[0])}"
-
-
 # Servers and `generate`
 
 
-def engine(name: str) -> str:
-    """Steps that decode and tokens per second of prompts, of stock, "auto" and, in ratios, "dense" if it ran.
+ENGINES = {"small": "2,048 / 5,632", "large": "4,096 / 14,336", "ten": "the same, 10 % fire", "experts": "experts"}
+
+
+def engines() -> str:
+    """Steps that decode and tokens per second of prompts in vLLM: stock, "auto", and the ratio to the faster dense.
 
     Rows that decode have rates, too, of short runs: they tell the host's speed of the moment, and are left out.
     """
-    found = result(name)
-    rows: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in found["rows"]:
-        rows.setdefault((row["prompt"], row["sequences"]), {})[row["engine"]] = row
-    lines = []
-    for (prompt, sequences), of in rows.items():
-        if not {"stock", "auto"} <= of.keys():
-            # the time was up
-            continue
-        stock, auto = of["stock"], of["auto"]
-        if stock["step_ms"]:
-            ratio = auto["step_ms"] / min(of[variant]["step_ms"] for variant in ("stock", "dense") if variant in of)
-            what, rates = f"{sequences} that decode, ms", [f"{row['step_ms']:.3f}" for row in (stock, auto)]
-        elif prompt:
-            ratio = auto["per_s"] / stock["per_s"]
-            what, rates = (
-                f"{sequences} prompts of {prompt:,}, tokens/s",
-                [f"{row['per_s']:,.0f}" for row in (stock, auto)],
-            )
-        else:
-            continue
-        lines.append([what, *rates, f"**{ratio:.2f}**"])
-    header = ["sequences", "stock", '"auto"', "ratio"]
-    return f"{markdown(header, 'lrrr', lines)}\n\n{machine(found)}"
+    cells, machines = dict[tuple[str, str], str](), dict[str, None]()
+    for name, said in ENGINES.items():
+        found = result(f"engine_{name}")
+        machines[machine(found)] = None
+        rows: dict[tuple[int, int], dict[str, Any]] = {}
+        for row in found["rows"]:
+            rows.setdefault((row["prompt"], row["sequences"]), {})[row["engine"]] = row
+        for (prompt, sequences), of in rows.items():
+            if not {"stock", "auto"} <= of.keys():
+                # the time was up
+                continue
+            stock, auto = of["stock"], of["auto"]
+            if stock["step_ms"]:
+                ratio = auto["step_ms"] / min(of[variant]["step_ms"] for variant in ("stock", "dense") if variant in of)
+                what, both = f"{sequences} that decode, ms", f"{stock['step_ms']:.2f} / {auto['step_ms']:.2f}"
+            elif prompt:
+                ratio = auto["per_s"] / stock["per_s"]
+                both = f"{stock['per_s'] / 1e3:.0f} / {auto['per_s'] / 1e3:.0f}"
+                what = f"{sequences} prompts of {prompt:,}, 1,000 tokens/s"
+            else:
+                continue
+            cells[what, said] = f"{both}, **{ratio:.2f}**"
+    return f"{pivot('stock / twell, ratio', cells)}\n\n{'. And '.join(machines)}"
 
 
 def autoencoders() -> str:
@@ -285,8 +259,7 @@ def beside_others() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "headline": figures.headline,
-    "forward": lambda: figures.layers_of("ffn"),
-    "training": lambda: figures.layers_of("train"),
+    "layers": figures.layers,
     "errors": figures.errors,
     "machine": figures.machines,
     "layers on an H100": figures.layers_elsewhere,
@@ -306,18 +279,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "beside others": beside_others,
     "portable calls": portable_calls,
     "adapters": adapted,
-    "engine large": lambda: engine("engine_large"),
-    "engine ten": lambda: engine("engine_ten"),
-    "engine small": lambda: engine("engine_small"),
-    "engine experts": lambda: engine("engine_experts"),
+    "engines": engines,
     "generate": generate,
     "autoencoders": autoencoders,
     "experts": experts,
     "experts elsewhere": experts_elsewhere,
     "float8": e4m3,
-    "fuzz": lambda: fuzz("fuzz"),
-    "fuzz portable": lambda: fuzz("fuzz_portable"),
-    "soak": soak,
     "files": files,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)

@@ -12,6 +12,10 @@ from typing import Any
 # Modules of docs/api.md, and the commands of docs/command-line.md.
 MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.nn.distributed")
 COMMANDS = ("demo", "info", "tune", "analyze")
+# What functions return, and a base: the site has them.
+RETURNED = {"Analysis", "Aux", "CompactionReport", "Firing", "FiringCounts", "LayerStats", "SparseFFN", "SparsityStats"}
+# arguments of a command that are a table; fewer are named, and explained by --help
+MANY = 7
 
 
 @functools.cache
@@ -48,17 +52,15 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def command(name: str) -> str:
-    """A command's description and a table of its arguments; the end of long ones is in ``--help`` alone."""
+    """A command's description and a table of its arguments, or a line that names few."""
     parser = parser_of(name)
     formatter = parser._get_formatter()
-    rows = []
-    for group in parser._action_groups:
-        shown = [a for a in group._group_actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
-        if shown and group.description:
-            rows.append(f"| | *{group.title}: {cell(group.description)}* |")
-        for action in shown:
-            rows.append(f"| `{called(action)}` | {cell(formatter._expand_help(action))} |")
-    return "\n".join([cell(parser.description or ""), "", "| argument | |", "|---|---|", *rows])
+    groups = (group._group_actions for group in parser._action_groups)
+    shown = [a for actions in groups for a in actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
+    rows = [f"| `{called(action)}` | {cell(formatter._expand_help(action))} |" for action in shown]
+    table = ["| argument | |", "|---|---|", *rows]
+    few = [f"Arguments: {', '.join(f'`{called(action)}`' for action in shown)}."]
+    return "\n".join([cell(parser.description or ""), "", *(table if len(rows) >= MANY else few)])
 
 
 def called(action: argparse.Action) -> str:
@@ -94,15 +96,15 @@ def described(module: str) -> Iterator[tuple[str, Any, str]]:
 
 
 def names(module: str) -> str:
-    """A table of public names, with the first paragraph of each docstring; those that say "likewise" share a row."""
-    rows, others = [], []
+    """A table of public names, with the first paragraph of each docstring."""
+    rows, first = [], dict[str, str]()
     for name, thing, text in described(module):
-        if " likewise" in text.partition("\n\n")[0]:
-            others.append(f"`{name}`")
-        else:
-            rows.append(f"| `{name}{arguments(thing)}` | {said(text)} |")
-    if others:
-        rows.append(f"| {', '.join(others)} | likewise, for other heads and models. |")
+        if name in RETURNED:
+            continue
+        given = arguments(thing)
+        # classes of one base share their arguments
+        same = first.setdefault(given, name) if inspect.isclass(thing) else name
+        rows.append(f"| `{name}{given if same == name else f'(as {same})'}` | {said(text)} |")
     return "\n".join(["| name | |", "|---|---|", *rows])
 
 
@@ -119,8 +121,8 @@ def arguments(thing: Any) -> str:
 
 
 def said(docstring: str) -> str:
-    """The first paragraph of a docstring, for a table."""
-    first = " ".join(docstring.partition("\n\n")[0].split())
+    """The first paragraph of a docstring up to a semicolon, for a table."""
+    first = " ".join(docstring.partition("\n\n")[0].split()).partition("; ")[0].rstrip(".")
     parts = re.split(r"(``.+?``)", first)
     return "".join(
         part.replace("``", "`").replace("|", "\\|") if part.startswith("``") else escaped(part) for part in parts

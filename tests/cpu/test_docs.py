@@ -132,7 +132,7 @@ def test_pages_build_without_a_warning_and_document_every_public_name(site: Path
         own = {
             f"{'twell' if getattr(twell, each, None) is getattr(module, each) else name}.{each}" for each in expected
         }
-        assert own <= found, f"not in docs/api.md: {', '.join(sorted(own - found))}"
+        assert own <= found, f"not in docs/docstrings.rst: {', '.join(sorted(own - found))}"
 
 
 # Operators, variables, commands
