@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
 
-from twell.base.files import replacing  # noqa: E402
 
 # folders of a checkout; scratch/ is for experiments and need not exist
 FOLDERS = ("tests", "profiling", "examples", "scratch")
@@ -46,9 +46,13 @@ def main() -> None:
         parser.error(f"--out: expected a new folder or an earlier bundle, got {str(arguments.out)!r} with {foreign}")
     arguments.cache.mkdir(parents=True, exist_ok=True)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(arguments.out) as out:
-        out.mkdir()
-        make(arguments, out)
+    # whole or not at all
+    with tempfile.TemporaryDirectory(dir=arguments.out.parent) as folder:
+        made = Path(folder) / "bundle"
+        made.mkdir()
+        make(arguments, made)
+        shutil.rmtree(arguments.out, ignore_errors=True)
+        made.rename(arguments.out)
     size = sum(path.stat().st_size for path in arguments.out.rglob("*") if path.is_file())
     print(f"{arguments.out}: {size / 1e6:.1f} MB for Python {arguments.python}")
 

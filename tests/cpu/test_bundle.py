@@ -69,7 +69,14 @@ def run(bundle: Path, *command: str, path: Path | None = None) -> subprocess.Com
 
 @pytest.mark.nightly
 def test_holds_tests_package_and_kernels(bundle: Path, root: Path) -> None:
-    for name in ("tests/conftest.py", "tests/gpu", "profiling", "pyproject.toml", "site/twell/nn/layers.py", "site/tvm_ffi"):
+    for name in (
+        "tests/conftest.py",
+        "tests/gpu",
+        "profiling",
+        "pyproject.toml",
+        "site/twell/nn/layers.py",
+        "site/tvm_ffi",
+    ):
         assert (bundle / name).exists(), name
     assert (bundle / "site/twell/_lib/libtwell_kernels.so").is_file()
     assert (bundle / "site/twell/_lib/libtwell_host.so").is_file()
