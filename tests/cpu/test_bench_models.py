@@ -90,7 +90,7 @@ def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [(row["config"], row["op"], row["variant"]) for row in data["rows"]] == kinds
     assert (data["arguments"]["model"], data["arguments"]["text"]) == ("model", ["text.txt"])
     assert str(tmp_path) not in (tmp_path / "out.json").read_text()
-    assert "non-zeros per token" in capsys.readouterr().out
+    assert "non-zeros per token" in capsys.readouterr().err
     # one without zeros is sent to its training
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"relu"', '"silu"'))
