@@ -44,15 +44,11 @@ DECODE_TOKENS = (8, 16, 32)
 _LARGE = ((8, 1024, 16), (16, 1024, 16))
 _DECODE_LAYERS = ((4, 512, 8), (4, 512, 16), (4, 512, 32), (4, 1024, 16), (4, 768, 32), (4, 1024, 32), *_LARGE)
 _DECODE_E4M3 = ((2, 1024, 16), (4, 512, 32), (2, 2048, 8), (4, 1024, 16), (4, 1024, 32), *_LARGE)
-_DECODE_EXPERTS = (
-    *((2, 512, 8), (2, 512, 16), (2, 512, 32), (4, 768, 8), (4, 768, 16), (4, 768, 32), (4, 1024, 16)),
-    *_LARGE,
-)
+_DECODE_EXPERTS = (*((c, k, m) for c, k in ((2, 512), (4, 768)) for m in DECODE_TOKENS), (4, 1024, 16), *_LARGE)
 # Pairs of a token and one expert that a unit of its gate GEMM has at most.
 EXPERT_TOKENS = (8, 32, 64)
 # K classes of the kernel that computes the tokens of experts, whose rows four CTAs share.
 EXPERT_K_CLASSES = (4096, 8192, 16384)
-
 # Quads of a thread of top_k.py, of 512 threads with eight neurons in each
 TOP_K_QUADS = (4, 16)
 
