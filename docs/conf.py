@@ -31,7 +31,6 @@ autodoc_preserve_defaults = True
 autodoc_type_aliases = {
     "Strategy": "twell.call.functional.Strategy",
     "DownLayout": "twell.nn.DownLayout",
-    "Normalisation": "twell.recipe.Normalisation",
 }
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
@@ -44,11 +43,11 @@ nitpick_ignore_regex = [
     # imported from torch, type variables, options of overloads, and what autodoc calls an alias in a union
     (
         r"py:class",
-        r"Tensor|twell\._compaction\.Module|twell\._sparsify\.replace\.Model|twell\._analyze\.experts\.ExpertsSparsity|"
-        r"twell\.choose\.cards\.Card|twell\._activation\.Activation|twell\.testing\.\w+\._T|TypeAliasForwardRef|_\w+Options",
+        r"Tensor|twell\.[\w.]+\.(Module|Model|ExpertsSparsity|Card|Activation|Bucket|Transfer|_T)|"
+        r"TypeAliasForwardRef|_\w+Options",
     ),
     # documented as data, which only Sphinx 9 finds for a type
-    (r"py:class", r"(twell\.\w+\.)?(Strategy|DownLayout|Normalisation)"),
+    (r"py:class", r"(twell\.[\w.]+\.)?(Strategy|DownLayout)"),
 ]
 
 html_theme = "furo"
