@@ -18,8 +18,8 @@ part for d_up. Sums of |h| are those of 64 tokens and 128 neurons, in a row for 
 activation may be given, [M, N]. Then d_gate is in no product, but a result if it is not empty.
 
 Persistent, one CTA per SM. Every product is one of tiles of 128 rows and 256 columns, with the main loop of
-sm80/product.py, and a ring of its own. The score of a tile is two or three in turn. Its gates, and in backward up, do
-not fit in registers beside the next sums: they wait in the tile's own place in the parts.
+sm80/product.py, and a ring of its own. The score of a tile is two or three in turn. Its gates, and in backward the fp32
+up, which do not fit in registers beside the next sums, wait in the tile's own place in the parts.
 
 Who computes waits for all others, so all must run at the same time. A launch alone does not promise that: other kernels
 may hold multiprocessors. So CTAs enlist when they begin. The first one closes the list, and who comes later returns.
@@ -267,12 +267,14 @@ class Overflow:
 
     @cute.jit
     def park_up(self, o: Operands, here: Slice, acc: cute.Tensor, row: Int32, column: Int32):
-        """Store up, rounded as it is where it is kept for backward."""
+        """Store the upper and the lower halves of up."""
         token, neuron, at = self.place_of(row, column)
         sums = self.by_row(acc)
         for r in range_constexpr(2 * self.m_frags):
-            pairs = [pack(sums[0, v, r], sums[1, v, r], self.dtype) for v in range(self.n_frags)]
-            self.store_part(o, here, 1, pairs, token + 8 * r, neuron, at)
+            for half in range_constexpr(2):
+                bits = [[sums[j, v, r].bitcast(Uint32) for j in range(2)] for v in range(self.n_frags)]
+                pairs = [join_halves(*two, half == 0) for two in bits]
+                self.store_part(o, here, 1 + half, pairs, token + 8 * r, neuron, at)
 
     @cute.jit
     def finish(self, o: Operands, s: Shared, here: Slice, acc: cute.Tensor, row: Int32, column: Int32):
@@ -287,14 +289,15 @@ class Overflow:
         for r in range_constexpr(2 * self.m_frags):
             m = token + 8 * r
             gates = self.load_part(o, here, 0, m, neuron, Boolean(True), at)
-            ups = self.load_part(o, here, 1, m, neuron, o.backward & (o.gated != 0), at)
+            parked = [self.load_part(o, here, 1 + j, m, neuron, o.backward & (o.gated != 0), at) for j in range(2)]
             parts: list[list[Any]] = [[], [], []]
             for v in range_constexpr(self.n_frags):
                 both = []
                 for j in range_constexpr(2):
-                    gate, up = ((low_to_float, high_to_float)[j](two[v], self.dtype) for two in (gates, ups))
+                    up = join_halves(parked[1][v], parked[0][v], j == 1).bitcast(Float32)
                     up = cutlass.select_(o.backward, up, sums[j, v, r])
                     up = cutlass.select_(o.gated != 0, up, Float32(1.0))
+                    gate = low_to_float(gates[v], self.dtype) if j == 0 else high_to_float(gates[v], self.dtype)
                     h = hidden(gate, up, o.activation)
                     values = [*gradients(add_l1(sums[j, v, r], dl1, h), gate, up, o.activation), h]
                     fires = gates[v] & Uint32(MAGNITUDE << 16 * j) != 0
