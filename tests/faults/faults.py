@@ -265,6 +265,13 @@ FAULTS = (
         "tests/cpu/test_target.py -k same_places",
     ),
     Fault(
+        "recipe: padding counts in the L1 term",
+        "python/twell/recipe/_inputs.py",
+        "return rows.index_select(0, self.places)",
+        "return rows",
+        "tests/cpu/test_recipe.py tests/cpu/test_target.py -k padding",
+    ),
+    Fault(
         "recipe: warm-up one step ahead",
         "python/twell/recipe/_aux.py",
         "else (step - start) / warmup_steps",
@@ -442,5 +449,12 @@ FAULTS = (
         "self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))",
         "self.threshold.copy_(moved)",
         "tests/cpu/test_autoencoder.py -k moving_threshold",
+    ),
+    Fault(
+        "SAELens: codes that are read late have the thresholds of then",
+        "python/twell/integrations/sae_lens.py",
+        "self.threshold = sae.threshold.clone() if",
+        "self.threshold = sae.threshold if",
+        "tests/neighbours/test_sae_lens.py -k training_steps",
     ),
 )

@@ -26,7 +26,7 @@ except ImportError as error:
 _PAPERS = 2e-5
 # Arguments that ended with version 0.3, and the values of them that asked for nothing.
 _GONE: dict[str, tuple[Any, ...]] = {"sharing": (0, None), "settle_every": (0, None), "normalisation": ("token_sum",)}
-_GONE |= {"csv": (None,), "tensorboard": (True, False), "wandb": (True, False), "attention_mask": (False,)}
+_GONE |= {"csv": (None,), "tensorboard": (True, False), "wandb": (True, False)}
 # Passes in training mode between two steps of a Trainer, at the most: after these its run has ended.
 _MOST_PASSES = 16
 # A miss of the target by more than this factor is worth a warning.
@@ -95,6 +95,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         moving_threshold: with ``nnz``: layers with "relu" or "fatrelu" get FATReLU, whose threshold
             ``recipe.TargetThreshold`` moves. It settles as training ends. Checkpoints name the threshold of their step.
             Files of an adapter have no place for it: save the model's configuration with them, or merge the adapter.
+        attention_mask: leave padding out of the L1 term and of the non-zeros of ``nnz``: tokens at which the batch's
+            ``attention_mask`` is 0, as ``recipe.l1_term`` does and at its cost. A batch without a mask has no padding.
+            False: padding counts; a warning says so if the first batch has some. Figures in logs count it, either way.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step on layers
             whose gate is trained; 0: never. The paper has 0.1.
         every, window: as in ``recipe.SparsityTracker``.
@@ -102,10 +105,11 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
     as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
-    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with ``nnz`` under
-    load_best_model_at_end, which goes back to a step before the target; with ``moving_threshold`` under
-    ``save_strategy="best"``, whose files name no threshold; for a second SparsityCallback; and for a checkpoint without
-    a target or of another one: another ``nnz`` or number of steps.
+    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with ``attention_mask`` for an
+    encoder-decoder, whose halves have different tokens; with ``nnz`` under load_best_model_at_end, which goes back to a
+    step before the target; with ``moving_threshold`` under ``save_strategy="best"``, whose files name no threshold; for
+    a second SparsityCallback; and for a checkpoint without a target or of another one: another ``nnz`` or number of
+    steps. In a step whose layers have other tokens than the mask ``attention_mask`` raises it, too.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         warmup_start: int = 0,
         nnz: float | None = None,
         moving_threshold: bool = False,
+        attention_mask: bool = False,
         reinitialize: float = 0.0,
         every: int = 100,
         window: int = 1,
@@ -125,9 +130,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         # Trainer gives them, unused, from checkpoints of version 0.3
         if used := [name for name, value in gone.items() if value not in _GONE.get(name, ())]:
             raise TypeError(
-                f"SparsityCallback: expected none of {', '.join(used)}: there is no such argument; attention_mask, "
-                "sharing, types, settle_every, normalisation, csv, tensorboard and wandb ended with version 0.3: "
-                "Trainer's log has the figures, and padding counts as tokens"
+                f"SparsityCallback: expected none of {', '.join(used)}: there is no such argument; sharing, types, "
+                "settle_every, normalisation, csv, tensorboard and wandb ended with version 0.3: Trainer's log has the "
+                "figures"
             )
         if coefficient is not None:
             require_number("coefficient", coefficient, 0)
@@ -143,12 +148,13 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "SparsityCallback: coefficient and warm-up must be left out with nnz, which finds a coefficient for "
                 f"each step, got {coefficient}, {warmup_steps} and {warmup_start}"
             )
+        require_flag("attention_mask", attention_mask)
         require_number("reinitialize", reinitialize, 0, 1)
         require_integer("every", every, 0)
         require_integer("window", window, 1)
         require_integer("seed", seed, 0)
         self.coefficient, self.nnz, self.moving_threshold = coefficient, nnz, moving_threshold
-        self.warmup_steps, self.warmup_start = warmup_steps, warmup_start
+        self.warmup_steps, self.warmup_start, self.attention_mask = warmup_steps, warmup_start, attention_mask
         self.reinitialize, self.every, self.window, self.seed = reinitialize, every, window, seed
         self.tracker: SparsityTracker | None = None
         self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
@@ -166,7 +172,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._micro_batches = self._scale = 1
         # passes in training mode since Trainer was last heard of, and whether a term of this step has had a gradient
         self._passes, self._arrived = 0, False
-        # non-zeros of each layer in the first and the last pass
+        # of this pass; whether a batch has been looked at; non-zeros of each layer in the first and the last pass
+        self._mask: Tensor | None = None
+        self._looked = False
         self._fired: list[list[Tensor]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -207,9 +215,14 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ValueError("SparsityCallback: reinitialize must be 0 under DeepSpeed, which keeps copies of weights")
         if self.reinitialize and not trained_layers(model):
             logger.warning("SparsityCallback: no gate is trained, and reinitialize leaves frozen ones as they are")
+        if self.attention_mask and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise ValueError(
+                "SparsityCallback: attention_mask must be off for an encoder-decoder, whose decoder has other tokens, "
+                f"got {type(model).__name__}: padding counts then"
+            )
         self.tracker = SparsityTracker(model, every=self.every, window=self.window)
         if self.nnz is None and self._adds_term:
-            recipe.record_aux(model)
+            recipe.record_aux(model, inputs=self.attention_mask)
         # Trainer has read it from the checkpoint to resume from, and replaces it in new checkpoints
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         # a list if there are two callbacks; the second one raises below
@@ -226,7 +239,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.tracker.load_state_dict(self._counts)
         self._model, self._state, self._epoch = model, state, None
         self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
-        self._fired = []
+        self._looked, self._fired = self.attention_mask or not self._adds_term, []
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after), with_kwargs=True),
@@ -311,7 +324,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def state(self) -> dict[str, Any]:
         """The entry in a checkpoint's trainer_state.json: arguments, and the counts behind dead neurons."""
         names = ("coefficient", "warmup_steps", "warmup_start", "nnz", "moving_threshold")
-        more = ("reinitialize", "every", "window", "seed")
+        more = ("attention_mask", "reinitialize", "every", "window", "seed")
         return {
             "args": {name: getattr(self, name) for name in (*names, *more)},
             "attributes": {},
@@ -334,7 +347,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 'SparsityCallback: nnz needs layers without FATReLU where others have "relu2" or "drelu": it steers '
                 "gates above 0, of which a threshold silences some; sparsify the model with one activation"
             )
-        recipe.record_aux(model, inputs=of_gate)
+        recipe.record_aux(model, inputs=of_gate or self.attention_mask)
         return recipe.TargetSparsity(nnz, steps, of="gate" if of_gate else "hidden")
 
     def _resume(self, saved: Any, step: int) -> None:
@@ -367,7 +380,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             except RuntimeError as error:
                 # somebody has set them meanwhile
                 logger.warning("the thresholds of the layers stay as they are: %s", error)
-        self.tracker = self.target = self._counts = self._model = self._state = None
+        self.tracker = self.target = self._counts = self._model = self._state = self._mask = None
         self._fired = []
 
     def _coefficient(self, step: int) -> float:
@@ -391,6 +404,15 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "mode, got none: its run was interrupted, and the L1 term has been in the loss of this one. The model "
                 "is as it was before now; train again"
             )
+        mask = kwargs.get("attention_mask")
+        self._mask = mask if self.attention_mask else None
+        if isinstance(mask, Tensor) and not self._looked:
+            self._looked = True
+            if mask.dim() == 2 and bool((mask == 0).any()):
+                logger.warning(
+                    "SparsityCallback: padding counts as tokens, so that the others have more non-zeros than the mean: "
+                    "attention_mask=True leaves it out, and costs another pass of the layers"
+                )
         self.tracker.begin(self._step)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -402,14 +424,15 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._watching = False
         if not self._adds_term:
             return output
+        options: dict[str, Any] = {"several": True, "attention_mask": self._mask}
         called = [layer.aux.l0 for layer in recipe.layers(model).values() if layer.aux is not None]
         if self.target is None:
             if called:
                 self._fired = [(self._fired or [called])[0], called]
-            term = recipe.l1_term(model, several=True)
+            term = recipe.l1_term(model, **options)
             weight = self._coefficient(self._step)
         else:
-            term, weight = self.target.term(model, several=True), 1.0
+            term, weight = self.target.term(model, **options), 1.0
         if term.requires_grad:
             term.register_hook(self._note)  # type: ignore[no-untyped-call]
         # a pass that skipped all layers has no gradient to arrive

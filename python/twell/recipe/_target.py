@@ -13,7 +13,7 @@ from twell.base.arguments import require_choice, require_integer, require_positi
 from twell.nn.compaction import MLP
 from twell.recipe import _inputs
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
-from twell.recipe._l1 import read_aux
+from twell.recipe._l1 import read_aux, require_mask
 from twell.runtime import modes
 from twell.runtime.log import logger
 
@@ -78,7 +78,7 @@ class TargetSparsity:
     equally often, whichever layers a rank skips and whichever experts it has tokens for; they share figures and
     coefficients. Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no
     more, are ignored: a step of nothing else leaves the coefficient and the figures as they are. Padding counts as
-    tokens.
+    tokens unless ``term`` gets the ``attention_mask``.
 
     Args:
         nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
@@ -109,25 +109,35 @@ class TargetSparsity:
         self._sum: Tensor | None = None
         self._warned = False
 
-    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
-        """The coefficient times L1, with the arguments and errors of ``l1_term``; reading clears the record."""
+    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
+        """The coefficient times L1, with the arguments and errors of ``l1_term``; reading clears the record.
+
+        Of tokens that ``attention_mask`` leaves out neither L1 nor non-zeros count.
+        """
         if self._state is None:
             _require_below_neurons(self.nnz, model)
             if self.of == "hidden":
                 _require_own_l1(model)
-        return self.weighed(model, several, "TargetSparsity.term")
+        return self.weighed(model, several, attention_mask, "TargetSparsity.term")
 
-    def weighed(self, model: nn.Module, several: bool, caller: str) -> Tensor:
+    def weighed(self, model: nn.Module, several: bool, mask: Tensor | None, caller: str) -> Tensor:
         """``term`` for any target; errors name ``caller``."""
-        calls = [call for _, call in read_aux(model, several, caller)]
+        require_mask(mask)
+        of_gate = self.of == "gate"
+        calls = [call for _, call in read_aux(model, several, caller, None if of_gate else mask)]
         # experts without tokens fire nothing, and say nothing of the others
         fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
-        if self.of == "hidden":
+        if not of_gate:
             counts = fired
             l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
-            gates = [_inputs.gates(each, _GATES) for each in _inputs.read_inputs(model)]
-            counted = with_tokens(gates, [each.numel() == 0 for each in gates])
+            inputs = _inputs.read_inputs(model, mask)
+            gates = [_inputs.gates(each, _GATES) for each in inputs]
+            idle = [each.numel() == 0 for each in gates]
+            counted = with_tokens(gates, idle)
+            if mask is not None:
+                # the layers' own counts have padding in them
+                fired = [_l1(_inputs.fires(*each).float()) for each in zip(with_tokens(inputs, idle), counted)]
             counts = [_l1((each.detach() > 0).float()) for each in counted]
             l1 = mean_over_layers(model, list(map(_l1, gates)))
         with torch.no_grad():
@@ -335,14 +345,14 @@ class TargetThreshold:
             layer.threshold, layer.activation = 0, "fatrelu"
             layer.threshold = self._levels[layer.down_proj.weight.device]
 
-    def term(self, model: nn.Module, *, several: bool = False) -> Tensor:
+    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
         """The coefficient times L1 of the gate, as ``TargetSparsity.term``; reading clears the record.
 
         RuntimeError if the layers of ``model`` are others than those that it gave its threshold, or have lost it.
         """
         self._require_own("term", layers(model).values())
         # twice the target may be more than all neurons
-        return self.gates.weighed(model, several, "TargetThreshold.term")
+        return self.gates.weighed(model, several, attention_mask, "TargetThreshold.term")
 
     @torch.no_grad()
     def update(self) -> None:
