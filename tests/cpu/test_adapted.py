@@ -287,7 +287,7 @@ DENSE: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("why", DENSE)
 def test_what_cannot_be_read_is_called(why: str, runs: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(twell.nn, "warn_once", warnings.append)
+    monkeypatch.setattr(twell.nn.layers, "warn_once", warnings.append)
     model = adapted()
     DENSE[why](model)
     dense = by_peft(model)

@@ -32,13 +32,13 @@ def test_refusal(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not list(tmp_path.iterdir())
 
 
-PUBLIC = ("__init__", "nn", "recipe/__init__", "distributed", *(f"integrations/{name}" for name in (
+PUBLIC = ("__init__", "nn/__init__", "recipe/__init__", "nn/distributed", *(f"integrations/{name}" for name in (
     "transformers", "gemma_scope", "sae_lens", "vllm"
 )))  # fmt: skip
 # what calls return, bases, and classes whose makers have rows
 RECORDS = (
     "Analysis Aux CompactionReport Firing FiringCounts Float8 PackedTwell SparseFFN LayerStats SparsityStats "
-    "Normalisation"
+    "Normalisation DownLayout"
 )
 ELSEWHERE = {
     "integrations/sae_lens": "neighbours/test_sae_lens.py",

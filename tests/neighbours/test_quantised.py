@@ -234,7 +234,7 @@ CALLED: dict[str, tuple[Callable[[Any], None], str]] = {
 @pytest.mark.parametrize("kind", CALLED)
 def test_what_is_more_than_its_weight_is_called(kind: str, runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     warnings: list[str] = []
-    monkeypatch.setattr(twell.nn, "warn_once", warnings.append)
+    monkeypatch.setattr(twell.nn.layers, "warn_once", warnings.append)
     change, why = CALLED[kind]
     mlp = quantised(change)
     y = mlp(tokens())
