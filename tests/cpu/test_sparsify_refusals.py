@@ -346,3 +346,21 @@ def test_layers_with_hooks_or_state_are_refused(form: Any, change: Callable[[Any
     with pytest.raises((TypeError, ValueError), match=rf"^0 \({form.__name__}\).*{why}.*filter_fn"):
         take(m)
     assert type(m[0]) is form
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: m.register_forward_hook(lambda _, __, y: 3 * y), "forward_hooks on intermediate"),
+        (lambda m: m.register_full_backward_hook(lambda _, dx, __: dx), "backward_hooks on intermediate"),
+        (lambda m: setattr(m, "forward", m.forward), "intermediate has a forward set on the instance"),
+    ],
+)
+def test_changed_parts_of_a_known_block_are_refused(change: Callable[[Any], object], why: str) -> None:
+    """What they return is computed when something uses it: code that asks for a Tensor first would see none."""
+    transformers = pytest.importorskip("transformers")
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.BertModel(transformers.BertConfig(**size, vocab_size=64, hidden_act="relu"))
+    change(model.encoder.layer[0].intermediate)
+    with pytest.raises(ValueError, match=why):
+        take(model)

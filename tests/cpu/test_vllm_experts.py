@@ -226,7 +226,7 @@ def test_what_a_gpu_runs(experts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros, calls, real = torch.zeros, [], torch.ops.twell.call.experts
+    zeros, calls, real = torch.zeros, [], torch.ops.twell.experts
 
     def called(*arguments: Any) -> None:
         calls.append(arguments)
@@ -264,7 +264,7 @@ def test_the_log_says_what_runs(experts: Any, caplog: pytest.LogCaptureFixture) 
     formats = "all weights must be in 16 bits, or with their inputs in e4m3"
     assert [record.getMessage() for record in caplog.records] == [
         f"twell: 1 layers of experts run as without twell: {formats}, got AWQMoEMethod",
-        'twell: 1 layers of experts run through torch.ops.twell.call.experts: strategy "row+invariant"',
+        'twell: 1 layers of experts run through torch.ops.twell.experts: strategy "row+invariant"',
     ]
 
 
@@ -331,7 +331,7 @@ def test_experts_in_e4m3_run_through_their_operator(
     layers.take_float8(layer)
     layers.tell(layer)
     assert [record.getMessage() for record in caplog.records] == [
-        'twell: 1 layers of experts of e4m3 weights run through torch.ops.twell.call.experts: strategy "row"'
+        'twell: 1 layers of experts of e4m3 weights run through torch.ops.twell.experts: strategy "row"'
     ]
     method = layer.quant_method
     assert type(method).__name__ == "Fp8MoEMethod"

@@ -111,7 +111,7 @@ def test_experts_of_the_same_values_have_the_same_tokens(tmp_path: Path, serve: 
         in_float8(model, form)
         served = serve(model, dtype="bfloat16", hf_overrides=ROW, request=EXPERTS)
         assert served.experts_rows == [True] * LAYERS
-        through = 'run through torch.ops.twell.call.experts: strategy "row"'
+        through = 'run through torch.ops.twell.experts: strategy "row"'
         assert f"{LAYERS} layers of experts of e4m3 weights {through}" in served.log
         assert f"{THROUGH}:" in served.log
         made.append(served.tokens)

@@ -40,7 +40,7 @@ def test_same_tokens(strategy: str, model: Path, serve: Serve, expected: list[li
     # shared experts
     assert len(served.layers) == LAYERS
     said = {"union": "auto"}.get(strategy, strategy)
-    assert f'{LAYERS} layers of experts run through torch.ops.twell.call.experts: strategy "{said}"' in served.log
+    assert f'{LAYERS} layers of experts run through torch.ops.twell.experts: strategy "{said}"' in served.log
 
 
 def test_compiled(model: Path, serve: Serve, expected: list[list[int]]) -> None:

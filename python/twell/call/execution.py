@@ -91,8 +91,8 @@ class Call(NamedTuple):
 
 def _range_of(call: Call, layer: Layer, route: Route, *rest: Any) -> nvtx.Context:
     """Return the profiler's range of a routed call."""
-    dtype, (n, k) = str(layer.x.dtype).removeprefix("torch."), layer.w_down.shape[::-1]
-    return nvtx.range(call.name, m=tokens_of(layer.x), k=k, n=n, dtype=dtype, strategy=route.name)
+    dtype, (n, k) = str(layer.tokens.dtype).removeprefix("torch."), layer.w_down.shape[::-1]
+    return nvtx.range(call.name, m=tokens_of(layer.tokens), k=k, n=n, dtype=dtype, strategy=route.name)
 
 
 @nvtx.marked(_range_of)

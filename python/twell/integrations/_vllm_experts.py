@@ -1,4 +1,4 @@
-"""Routed experts of models in vLLM through ``torch.ops.twell.call.experts``.
+"""Routed experts of models in vLLM through ``torch.ops.twell.experts``.
 
 For a layer of experts that are not quantised vLLM makes an ``UnquantizedFusedMoEMethod``, or the class that is
 registered in its place, which is ``RunsExperts``. A layer that twell does not run gets vLLM's own after all. For
@@ -86,7 +86,7 @@ class Layers:
         said = _vllm_kernels.described(self.route, self._on, experts=True)
         for weights, count in (("", self.served), (" of e4m3 weights", self.float8)):
             if count:
-                through = "run through torch.ops.twell.call.experts"
+                through = "run through torch.ops.twell.experts"
                 vllm.logger.info("twell: %d layers of experts%s %s: %s", count, weights, through, said)
 
     def complain(self) -> None:

@@ -432,6 +432,8 @@ class SparseFFN(Configured):
     @classmethod
     def _of(cls, inputs: dict[str, nn.Linear], down: nn.Linear, **options: Any) -> Self:
         """A module with the Parameter objects of linear layers that form one FFN."""
+        if given := [name for name in ("hidden", "intermediate", "bias", "device", "dtype") if name in options]:
+            raise TypeError(f"from_linear takes no {given[0]}, which is that of the linear layers")
         mlp = cls(*_require_linear(inputs, down), device="meta", **options)
         for name, linear in zip(cls._projections, (*inputs.values(), down)):
             child = mlp.get_submodule(name)

@@ -231,6 +231,14 @@ def _known_pair(
     """As ``examine``, for a block of a class whose code is known: it is not run."""
     act = operator.attrgetter(known.attribute)(module)
     _require_unhooked(where, {known.attribute: act})
+    for part in (child.partition(".")[0] for child in form.children if "." in child):
+        owner: Any = module._modules[part]
+        # its result is computed only when something uses it, which other code may not see
+        if type(owner).__module__ not in {base.__module__ for base in type(module).__mro__}:
+            kind = f"{type(owner).__module__}.{type(owner).__qualname__}"
+            raise ValueError(f"{where}: {part} must be of the model's own classes, got {kind}; {LEAVE_OUT}")
+        _require_forward(f"{where}: {part}", owner)
+        _require_unhooked(where, {part: owner})
     candidate = Candidate(name, module, form, "pair", known.attribute, RELU, _kind(act), known.dropouts)
     dtype: Any = module.get_submodule(form.down).weight.dtype
     likeness = _likeness(act) if isinstance(act, nn.Module) else act, dtype

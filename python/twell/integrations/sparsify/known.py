@@ -50,8 +50,9 @@ _PAIRS = (
     Known(("intermediate.dense", "output.dense"), "intermediate.intermediate_act_fn"),
 )
 
-# Modules that make the zeros by code of their own.
+# Modules that make the zeros by code of their own, or drop values by another name.
 _GIVEN = {
+    "DabDetrEncoderLayer": Known(("fc1", "fc2"), "activation_fn", ("dropout",)),
     "Gemma3nTextMLP": Known(
         ("gate_proj", "up_proj", "down_proj"), steps=("_gaussian_topk", "act_fn"), sparse="activation_sparsity"
     ),
