@@ -35,7 +35,7 @@ from twell.commands.request import RequestError
 END = "<|endoftext|>"
 # a tokenizer is trained on the first bytes of the text; documents are tokenised in groups of so many bytes
 TOKENIZER_TEXT, GROUP = 32 << 20, 8 << 20
-# longer documents are cut at a line end, so that none is slow to tokenise or most of the held-out text
+# longer documents are cut, so that none is slow to tokenise or most of the held-out text
 LONGEST = 256 << 10
 # options of Trainer that a resumed run must share with the saved one
 SAME = "max_steps learning_rate weight_decay warmup_steps per_device_train_batch_size gradient_accumulation_steps seed"
@@ -79,15 +79,10 @@ class Text:
                 text = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 continue
-            start = len(text) if "\0" in text else 0
-            while start < len(text) and limit > 0:
-                end = start + LONGEST
-                if end < len(text):
-                    end = text.rfind("\n", start + 1, end) + 1 or end
-                document = text[start : min(end, start + math.ceil(limit))]
+            for start in range(0, 0 if "\0" in text else len(text), LONGEST):
+                document = text[start : start + LONGEST][: max(0, math.ceil(limit))]
                 limit -= len(document.encode())
-                start = end
-                if not document.isspace():
+                if document.strip():
                     yield document
 
 

@@ -42,22 +42,11 @@ SPARE_S = 20
 LEFT = 3
 
 
-def _named(path: Path, pattern: str) -> str:
-    """What the machine line of a file of results names; "" if there is no file, or it names none."""
-    if not path.exists():
-        return ""
-    found = re.search(pattern, json.loads(path.read_text()).get("machine", ""))
+def named(path: Path, what: str) -> str:
+    """What the machine line of a file of results says of "kernels" or of "twell"; "" without a file or such a word."""
+    line = json.loads(path.read_text()).get("machine", "") if path.exists() else ""
+    found = re.search(rf"{what} ([^;\s]+)", line)
     return found[1] if found else ""
-
-
-def kernels_of(path: Path) -> str:
-    """The hash of the kernels behind a file of results."""
-    return _named(path, r"kernels (\w{12})")
-
-
-def version_of(path: Path) -> str:
-    """The version of the package behind a file of results."""
-    return _named(path, r"twell ([^;]+)")
 
 
 def present() -> str:
@@ -65,21 +54,17 @@ def present() -> str:
     return str(fingerprint.source_hash())[:12]
 
 
-def stale() -> list[Measurement]:
-    """The measurements whose files are missing, not whole or of other kernels, or of another version where that counts.
+def is_old(each: Measurement) -> bool:
+    """Whether its file is missing, not whole or of other kernels, or of another version where that counts.
 
     Files that stay as they are count as present.
     """
-
-    def old(each: Measurement) -> bool:
-        path = RESULTS / f"{each.name}.json"
-        if each.dated and path.exists():
-            return False
-        if kernels_of(path) != present() or json.loads(path.read_text()).get("complete") is False:
-            return True
-        return each.host and version_of(path) != twell.__version__
-
-    return [each for each in ALL if old(each)]
+    path = RESULTS / f"{each.name}.json"
+    if each.dated and path.exists():
+        return False
+    if named(path, "kernels") != present() or json.loads(path.read_text()).get("complete") is False:
+        return True
+    return each.host and named(path, "twell") != twell.__version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     known = {each.name: each for each in ALL}
     if unknown := [name for name in arguments.names if name not in known]:
         raise RequestError(f"NAME must be one of {', '.join(known)}, got {', '.join(unknown)}")
-    chosen = [known[name] for name in arguments.names] or stale()
+    chosen = [known[name] for name in arguments.names] or [each for each in ALL if is_old(each)]
     if arguments.list:
         for each in chosen:
             print(line(each))
@@ -120,9 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
 def line(measurement: Measurement) -> str:
     """One line of the list: predicted seconds, name, kernels of the published file, its version where that counts."""
     path = RESULTS / f"{measurement.name}.json"
-    state = f"of kernels {kernels_of(path) or 'not named'}" if path.exists() else "not measured yet"
+    state = f"of kernels {named(path, 'kernels') or 'not named'}" if path.exists() else "not measured yet"
     if measurement.host and path.exists():
-        state += f", version {version_of(path) or 'not named'}"
+        state += f", version {named(path, 'twell') or 'not named'}"
     return f"{sum(measurement.seconds):6} s  {measurement.name:26} {state}"
 
 
@@ -149,16 +134,14 @@ class Runner:
         lacking = [each.name for each in chosen if "$REAL" in " ".join(each.commands) and self.real is None]
         if named and lacking:
             raise RequestError(f"{', '.join(lacking)} needs --real")
-        failed: list[str] = []
-        left: list[str] = []
-        for each in chosen:
-            if each.name in lacking:
-                self.say(f"{each.name}: left out, as it needs --real")
-                continue
-            status = self.measure(each)
-            if status:
-                (left if status == LEFT else failed).append(each.name)
-        for what, names in (("failed or red", failed), ("left for the next call", left)):
+        found = {each.name: self.measure(each) for each in chosen if each.name not in lacking}
+        failed = [name for name, status in found.items() if status not in (0, LEFT)]
+        left = [name for name, status in found.items() if status == LEFT]
+        for what, names in (
+            ("left out, as they need --real", lacking),
+            ("failed or red", failed),
+            ("left for the next call", left),
+        ):
             if names:
                 self.say(f"{what}: {', '.join(names)}")
         return 1 if failed else LEFT if left else 0

@@ -9,6 +9,7 @@ after each case.
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from torch import Tensor
 import twell
 from profiling.device import Ceilings, Device, Gpu
 from twell.base import files
+from twell.base.text import aligned
 from twell.commands import tune
 from twell.commands.request import RequestError, at_least, number_above, pick_device
 from twell.commands.timing import FAILURES, Call, Recording, measure, reason, spread
@@ -279,11 +281,10 @@ def reds(rows: Sequence[Row]) -> str:
 def show(rows: Sequence[Row], fields: Sequence[str]) -> None:
     """Print rows as a table of those ``fields`` that any has; a fault runs on to the right."""
     used = [name for name in fields if any(row.get(name) not in (None, "") for row in rows)]
-    lines = [used, *([cell(row.get(name)) for name in used] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(used))]
+    lines = aligned([used, *([cell(row.get(name)) for name in used] for row in rows)])
     faults = ["", *(f"  RED {row['red']}" if row.get("red") else "" for row in rows)]
     for line, fault in zip(lines, faults, strict=True):
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths)) + fault)
+        print(line + fault)
 
 
 def cell(value: Any) -> str:
@@ -376,7 +377,12 @@ class Bench:
         self.given = {key: value for key, value in vars(arguments).items() if not _holds_path(value)}
         self.rows: list[Row] = []
         self.complete = self.failed = False
-        where = pick_device(arguments.device or "cuda")
+        # of torchrun each process has a GPU, and the first one speaks
+        local, rank = os.environ.get("LOCAL_RANK"), int(os.environ.get("RANK", 0))
+        where = pick_device(arguments.device or ("cuda" if local is None else f"cuda:{local}"))
+        self.speaks = rank == 0
+        if not self.speaks:
+            self.out = None
         self.device: Device = Device()
         if where.type == "cuda":
             torch.cuda.set_device(where.index or 0)
@@ -431,8 +437,9 @@ class Bench:
             self.step("interrupted")
         if self.rows or self.complete:
             self.add([])
-        show(self.rows, shown)
-        print(self.machine)
+        if self.speaks:
+            show(self.rows, shown)
+            print(self.machine)
         red = sum(bool(row.get("red")) for row in self.rows)
         if red:
             print(f"{red} of {len(self.rows)} rows are red", file=sys.stderr)

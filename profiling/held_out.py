@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from profiling.figures import RESULTS
+from profiling.tables import RESULTS
 from profiling.tune import card_of, read, write_rows
 from twell import testing
 from twell.choose import cards, rates
@@ -47,7 +47,7 @@ def measure(point: Row, device: timing.Device, card: Card, seconds: float) -> Ro
     """The row of a point."""
     problem, workload = tune.problem_of(point), Workload(**point["pattern"])
     m, k, n, *_ = problem
-    drawn = tune.draw_workload(workload, m, k, n, device.torch_device, point["seed"]).rows(0, m)
+    drawn = testing.make(workload, max(m, 4096), k, n, seed=point["seed"], device=device.torch_device).rows(0, m)
     layer = tune.Layer(drawn, problem, device)
     figures = layer.figures(rates.SCREENED in tune.sparse_routes(problem, card))
     return {"points": point["points"], **tune.row_of(layer, figures, point["pattern"], card, seconds)}
@@ -61,7 +61,7 @@ def decided(row: Row, card: Card) -> Row:
     """
     ms, problem = tune.ms_of(row), tune.problem_of(row)
     right = {} if row["red"] else {route: time / min(ms.values()) - 1 for route, time in ms.items()}
-    if is_graph(row):
+    if not row["training"] and row["m"] in GRAPHS:
         graph = rates.decide(problem, None, None, card).strategy
         row = row | {"graph": graph, "graph_loss": right.get(graph)}
     decision = rates.decide(problem, tune.figures_in(row), None, card)
@@ -69,48 +69,29 @@ def decided(row: Row, card: Card) -> Row:
     return row | {"auto": decision.strategy, "costs": costs, "loss": right.get(decision.strategy)}
 
 
-def is_graph(row: Row) -> bool:
-    return not row["training"] and row["m"] in GRAPHS
-
-
 def line(row: Row) -> str:
-    kind = f"{'gated' if row['gated'] else 'non-gated'}{' training' if row['training'] else ''}"
-    shares = (f"{row[name]:.3f}" if row[name] is not None else "-" for name in ("union", "candidates"))
-    times = []
-    for route, ms in tune.ms_of(row).items():
-        guess = f" ({row['costs'][route]:.3f})" if route in row["costs"] else ""
-        times.append(f"{route} {ms / row['dense_ms']:.3f}{guess}")
-    return (
-        f"{'RED' if row['loss'] is None else format(row['loss'], '6.1%')}  {row['k']:5} x {row['n']:5} {kind:18} "
-        f"M = {row['m']:5} {row['nonzeros']:6.1f} nnz, heaviest {row['heaviest']:5.1f}, {'; '.join(shares)}: "
-        f"{row['auto']}; {', '.join(times)}; dense {row['dense_ms'] * 1e3:.0f} us"
-    )
+    m, k, n, gated, training = (row[name] for name in tune.SIZES)
+    loss = "RED" if row["loss"] is None else f"{row['loss']:.1%}"
+    times = ", ".join(f"{route} {ms / row['dense_ms']:.3f}" for route, ms in tune.ms_of(row).items())
+    what = f"{'' if gated else 'non-'}gated{' training' if training else ''}"
+    return f"{loss:>6}  {k:5} x {n:5} {what:18} M = {m:5} {row['nonzeros']:6.1f} nnz: {row['auto']}; {times} of dense"
 
 
 def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """Mean and maximum of the losses by kind of call and set of points, and the ten worst points."""
+    """Mean and maximum of the losses by kind of call, and the ten worst points."""
     known = [row for row in rows if row["loss"] is not None]
     kinds = {
-        f"forward above {FEW} tokens": [row for row in known if not row["training"] and row["m"] > FEW],
-        f"forward up to {FEW} tokens": [row for row in known if not row["training"] and row["m"] <= FEW],
-        "training": [row for row in known if row["training"]],
+        f"forward above {FEW} tokens": [row["loss"] for row in known if not row["training"] and row["m"] > FEW],
+        f"forward up to {FEW} tokens": [row["loss"] for row in known if not row["training"] and row["m"] <= FEW],
+        "training": [row["loss"] for row in known if row["training"]],
+        # a choice that was not measured has no loss
+        "graphs without figures": [row["graph_loss"] for row in known if row.get("graph_loss") is not None],
     }
-    for name, of_kind in kinds.items():
-        sets = sorted({row["points"] for row in of_kind})
-        for own in [sets, *([each] for each in sets if len(sets) > 1)]:
-            if losses := [row["loss"] for row in of_kind if row["points"] in own]:
-                yield f"{name}, {' and '.join(own)}: {_of(losses)}"
-    if graphs := [row for row in known if is_graph(row)]:
-        for name, key in (("by figures", "loss"), ("without figures", "graph_loss")):
-            # a choice that was not measured has no loss
-            losses = [row[key] for row in graphs if row[key] is not None]
-            yield f"graphs of {GRAPHS[0]} to {GRAPHS[-1]} tokens, {name}: {_of(losses)}"
+    for name, losses in kinds.items():
+        if losses:
+            yield f"{name}: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
     yield from (line(row) for row in sorted(known, key=lambda row: -row["loss"])[:10])
     yield from (f"{line(row)} {row['red']}" for row in rows if row["red"])
-
-
-def _of(losses: Sequence[float]) -> str:
-    return f"{len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
 
 
 def measure_all(arguments: argparse.Namespace, device: timing.Device, card: Card) -> list[Row]:

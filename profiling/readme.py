@@ -7,23 +7,33 @@ profiling/results/, or a block of ``profiling.reference``, filled from the code.
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
-from profiling import everything, figures, float8, measurements, reference
-from profiling.draw.common import ResultError, Results, machine, markdown, pivot
-from profiling.figures import result
+from profiling import everything, figures, measurements, reference
+from profiling.tables import RESULTS, Row, bold, by_case, good, gpu_of, machine, markdown, pivot, result
+from twell.base import files
+from twell.base.text import as_percent
+from twell.choose import cards
+from twell.integrations.analyze import calls
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = figures.RESULTS
 PAGES = (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+
+def signed(table: str, *names: str, between: str = " ") -> str:
+    """A table with the machine lines of its files."""
+    return f"{table}\n\n{between.join(dict.fromkeys(machine(result(name)) for name in names))}"
 
 
 # Servers and `generate`
 
-
-ENGINES = {"small": "2,048 / 5,632", "large": "4,096 / 14,336", "ten": "the same, 10 % fire", "experts": "experts"}
+ENGINES = {
+    "engine_small": "2,048 / 5,632",
+    "engine_large": "4,096 / 14,336",
+    "engine_ten": "the same, 10 % fire",
+    "engine_experts": "experts",
+}
 
 
 def engines() -> str:
@@ -31,14 +41,9 @@ def engines() -> str:
 
     Rows that decode have rates, too, of short runs: they tell the host's speed of the moment, and are left out.
     """
-    cells, machines = dict[tuple[str, str], str](), dict[str, None]()
+    cells = dict[tuple[str, str], str]()
     for name, said in ENGINES.items():
-        found = result(f"engine_{name}")
-        machines[machine(found)] = None
-        rows: dict[tuple[int, int], dict[str, Any]] = {}
-        for row in found["rows"]:
-            rows.setdefault((row["prompt"], row["sequences"]), {})[row["engine"]] = row
-        for (prompt, sequences), of in rows.items():
+        for (prompt, sequences), of in by_case(result(name)["rows"], "prompt", "sequences", each="engine").items():
             if not {"stock", "auto"} <= of.keys():
                 # the time was up
                 continue
@@ -52,100 +57,89 @@ def engines() -> str:
                 what = f"{sequences} prompts of {prompt:,}, 1,000 tokens/s"
             else:
                 continue
-            cells[what, said] = f"{both}, **{ratio:.2f}**"
-    return f"{pivot('stock / twell, ratio', cells)}\n\n{'. And '.join(machines)}"
-
-
-def autoencoders() -> str:
-    """Autoencoders by "auto": speed-ups over the faster dense variant in graphs and in eager calls, and the peak."""
-    found = result("sae")
-    cells: dict[tuple[str, str], str] = {}
-    peaks: dict[tuple[str, str], int] = {}
-    for row in found["rows"]:
-        codes, variant = f"{row['pattern']}, {row['n']:,}", row["variant"]
-        if variant == '"auto"':
-            cells[codes, row["op"]] = f"**{row['over_dense']:.2f}**, {row['queued_over_dense']:.2f}"
-        if row["op"] == "training":
-            peaks[codes, variant] = row["peak_bytes"]
-    for codes in dict.fromkeys(codes for codes, _ in cells):
-        both = (peaks[codes, variant] / 1e9 for variant in ("dense compiled", '"auto"'))
-        cells[codes, "peak of training, GB: dense / twell"] = " / ".join(f"{each:.1f}" for each in both)
-    return f"{pivot('codes, d_sae', cells)}\n\n{machine(found)}"
+            cells[what, said] = f"{both}, {bold(ratio)}"
+    return signed(pivot("stock / twell, ratio", cells), *ENGINES, between=". And ")
 
 
 def generate() -> str:
     """Tokens per second of a prompt pass and of ``generate`` of transformers, stock and sparse."""
-    found = result("generate")
-    rates: dict[tuple[str, int], dict[str, float]] = {}
-    for row in found["rows"]:
-        rates.setdefault((row["what"], row["sequences"]), {})[row["model"]] = row["tokens_per_s"]
     named = {"prompt": "prompt pass", "eager": "decoding, eager", "static": "decoding, static cache"}
     rows = []
-    for (what, sequences), rate in rates.items():
-        cells = [named[what], f"{sequences}", f"{rate['stock']:,.0f}", f"{rate['sparse']:,.0f}"]
-        rows.append([*cells, f"**{rate['sparse'] / rate['stock']:.2f}**"])
-    table = markdown(["tokens per second", "sequences", "stock", "twell", "ratio"], "lrrrr", rows)
-    return f"{table}\n\n{machine(found)}"
+    for (what, sequences), of in by_case(result("generate")["rows"], "what", "sequences", each="model").items():
+        stock, sparse = of["stock"]["tokens_per_s"], of["sparse"]["tokens_per_s"]
+        rows.append([named[what], f"{sequences}", f"{stock:,.0f}", f"{sparse:,.0f}", bold(sparse / stock)])
+    header = ["tokens per second", "sequences", "stock", "twell", "ratio"]
+    return signed(markdown(header, "lrrrr", rows), "generate")
 
 
-def _experts(name: str) -> tuple[dict[str, Any], dict[tuple[Any, ...], dict[str, Any]]]:
-    """The file of a bench of experts, and its rows by shape, firing, skew and sequences, and by variant."""
-    found = result(name)
-    cases: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in found["rows"]:
-        case = row["shape"], row["firing"], row["skew"], row["sequences"]
-        cases.setdefault(case, {})[row["variant"].strip('"')] = row
-    return found, cases
+# Other layers
+
+
+def autoencoders() -> str:
+    """Autoencoders by "auto": speed-ups over the faster dense variant in graphs and in eager calls, and the peak."""
+    cells = {}
+    found = by_case(result("sae")["rows"], "pattern", "n", "op")
+    for (pattern, n, op), of in found.items():
+        auto = of['"auto"']
+        cells[f"{pattern}, {n:,}", op] = f"{bold(auto['over_dense'])}, {auto['queued_over_dense']:.2f}"
+    for pattern, n in dict.fromkeys(case[:2] for case in found):
+        of = found[pattern, n, "training"]
+        both = (f"{of[variant]['peak_bytes'] / 1e9:.1f}" for variant in ("dense compiled", '"auto"'))
+        cells[f"{pattern}, {n:,}", "peak of training, GB: dense / twell"] = " / ".join(both)
+    return signed(pivot("codes, d_sae", cells), "sae")
 
 
 def experts() -> str:
     """Layers of experts of one shape, by sequences that decode."""
-    found, cases = _experts("experts")
     rows = []
-    for (_, _, _, sequences), case in cases.items():
-        times = [f"{case[variant]['us']:.0f}" for variant in ("grouped products", "dense", "auto")]
-        gain = f"**{case['auto']['over_grouped']:.2f}**"
-        rows.append([f"{sequences:,}", f"{case['auto']['touched']:.0f}", *times, gain])
-    columns = [
-        "sequences",
-        "experts touched",
-        "grouped products, us",
-        '"dense", us',
-        '"auto", us',
-        "over grouped products",
-    ]
-    return f"{markdown(columns, 'r' * len(columns), rows)}\n\n{machine(found)}"
+    for (sequences,), of in by_case(result("experts")["rows"], "sequences").items():
+        times = [f"{of[variant]['us']:.0f}" for variant in ("grouped products", '"dense"', '"auto"')]
+        auto = of['"auto"']
+        rows.append([f"{sequences:,}", f"{auto['touched']:.0f}", *times, bold(auto["over_grouped"])])
+    products = "grouped products"
+    header = ["sequences", "experts touched", f"{products}, us", '"dense", us', '"auto", us', f"over {products}"]
+    return signed(markdown(header, "r" * len(header), rows), "experts")
 
 
 def experts_elsewhere() -> str:
     """How many times as fast "auto" is as grouped products, by zeros, routes, sizes and kind of experts."""
-    rows, machines, sizes = [], set(), (1, 8, 64, 256, 1024)
-    for name in ("firing", "skew", "large", "gated"):
-        found, cases = _experts(f"experts_{name}")
-        machines.add(machine(found))
-        kinds: dict[tuple[Any, ...], dict[int, str]] = {}
-        for (shape, firing, skew, sequences), case in cases.items():
-            kinds.setdefault((shape, firing, skew), {})[sequences] = f"{case['auto']['over_grouped']:.2f}"
-        for (shape, firing, skew), by_size in kinds.items():
+    rows, sizes = [], (1, 8, 64, 256, 1024)
+    names = [f"experts_{name}" for name in ("firing", "skew", "large", "gated")]
+    for name in names:
+        own = [row for row in result(name)["rows"] if row["variant"] == '"auto"']
+        for (shape, firing, skew), of in by_case(own, "shape", "firing", "skew", each="sequences").items():
             what = f"{shape.capitalize()}, {firing:.1%} fire, {f'skew {skew:g}' if skew else 'even routes'}"
-            gated = ", with a gate" if name == "gated" else ""
-            rows.append([what + gated, *(by_size.get(size, "") for size in sizes)])
-    table = markdown(["layer", *(f"{size:,}" for size in sizes)], "l" + "r" * len(sizes), rows)
-    return f"{table}\n\n{' '.join(sorted(machines))}"
+            what += ", with a gate" if name == "experts_gated" else ""
+            gains = {int(size): f"{row['over_grouped']:.2f}" for size, row in of.items()}
+            rows.append([what, *(gains.get(size, "") for size in sizes)])
+    header = ["layer", *(f"{size:,}" for size in sizes)]
+    return signed(markdown(header, "l" + "r" * len(sizes), rows), *names)
 
 
-def e4m3() -> str:
-    """The section on figures of e4m3 weights; nothing before there are any."""
-    ends = ("", "_large", "_few", "_experts")
-    return "\n\n".join(float8.section({end: Results(RESULTS).get(f"float8{end}") for end in ends}))
+def adapters() -> str:
+    """Speed-ups of layers with adapters over dense ones: a column for calls in graphs, and one for eager calls."""
+    own = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
+    rows = []
+    for (workload, *which), of in by_case(own, "workload", "pass", "adapters", each="how").items():
+        rows.append([f"`{workload}`", *which, *(f"{of[how]['gain']:.2f}" for how in ("graph", "queued"))])
+    header = ["workload", "pass", "adapters", "speed-up in graphs", "eager"]
+    return signed(markdown(header, "lllrr", rows), "adapters")
+
+
+def portable_calls() -> str:
+    """Whole calls of the portable family beside Hopper's and dense."""
+    cells = {}
+    for row in result("portable")["rows"]:
+        us, call = row["us"], re.sub(r"\b1 tokens", "1 token", row["call"])
+        dense = [time for name, time in us.items() if name.startswith("dense")]
+        times = f"{us['hopper']:,.1f} / {us['portable']:,.1f}, {us['portable'] / us['hopper']:.2f}"
+        times += f", {bold(min(dense) / us['portable'])}" if dense else ""
+        cells[call, f"`{row['workload']}`"] = times
+    return signed(pivot("Hopper / portable, us", cells), "portable")
 
 
 def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
-    from twell.base.text import as_percent
-    from twell.choose import cards
-    from twell.integrations.analyze import calls
-
     known = {
         "SparseLM 2B": (True, 2048, 5632),
         "Llama 3.2 1B": (True, 2048, 8192),
@@ -163,58 +157,97 @@ def most_nonzeros() -> str:
     return markdown(["layers like those of", *map(str, kinds)], "lrrr", cells)
 
 
-def files() -> str:
-    """What is in each file of results."""
-    found = {each.name: (each.content, each.shown) for each in measurements.ALL}
-    found |= {each.name: (each.content, each.shown) for each in measurements.FROZEN}
+# e4m3 weights
+
+FP8 = "dense fp8"
+
+
+def e4m3() -> str:
+    """The section on figures of docs/float8.md."""
+    size, large = ("K = {k:,}, N = {n:,}".format(**result(name)["rows"][0]) for name in ("float8", "float8_large"))
+    return "\n\n".join(
+        [
+            "## What to expect",
+            f"{size}: microseconds of a call in CUDA graphs, x quantised within. Dense fp8 is the fastest form of "
+            "`torch._scaled_mm` with passes that quantise, bf16 twell the fastest strategy in 16 bits:",
+            e4m3_speed("float8"),
+            f"Few tokens, {large}, with weights that are not in L2:",
+            e4m3_speed("float8_large", tokens=(1, 64, 256)),
+            "Decoding by a layer of 128 experts, 6 for each token, of Nemotron 3 Nano's sizes (K = 2,688, N = 1,856), "
+            "where 9.3 % of the neurons fire. Routes and zeros are drawn. Grouped products are PyTorch's:",
+            e4m3_experts(),
+            "Relative errors over 1,024 tokens, the least and the most of the layers of the first table; the layer in "
+            "float64 has the weights before they were quantised:",
+            signed(e4m3_errors(), "float8", "float8_large", "float8_experts", between=". And "),
+        ]
+    )
+
+
+def e4m3_layers(name: str) -> Iterable[dict[str, Row]]:
+    """The variants of each layer and number of tokens."""
+    return by_case(good(name, "us"), "workload", "k", "n", "m").values()
+
+
+def fastest(of: dict[str, Row], prefix: str) -> Row:
+    """The fastest of the variants whose names begin so."""
+    return min((row for name, row in of.items() if name.startswith(prefix)), key=lambda row: float(row["us"]))
+
+
+def e4m3_speed(name: str, tokens: Sequence[int] = ()) -> str:
+    """Layers beside dense fp8 and beside the fastest strategy in 16 bits; ``tokens``: which rows, all if none."""
     rows = []
-    for name, (content, shown) in found.items():
-        if (RESULTS / f"{name}.json").exists():
-            rows.append([f"`{name}`", content, shown])
-    return markdown(["file", "content", "shown in"], "lll", rows)
+    for of in e4m3_layers(name):
+        auto, others = of['"auto"'], (fastest(of, FP8), fastest(of, 'bfloat16 "'))
+        if not tokens or auto["m"] in tokens:
+            cells = [f"`{auto['workload']}`", f"{auto['m']:,}", f"{auto['nonzeros']:.0f}"]
+            cells += [*(f"{other['us']:.0f}" for other in others), f"**{auto['us']:.0f}** {auto['strategy']}"]
+            rows.append([*cells, *(bold(other["us"] / auto["us"]) for other in others)])
+    header = ["workload", "tokens", "non-zeros", f"{FP8}, us", "bf16 twell", '"auto"', f"over {FP8}", "over bf16 twell"]
+    return markdown(header, "l" + "r" * 7, rows)
 
 
-def portable_calls() -> str:
-    """Whole calls of the portable family beside Hopper's and dense."""
-    found = result("portable")
-    cells = {}
-    for row in found["rows"]:
-        us, call = row["us"], re.sub(r"\b1 tokens", "1 token", row["call"])
-        dense = min((time for name, time in us.items() if name.startswith("dense")), default=None)
-        times = f"{us['hopper']:,.1f} / {us['portable']:,.1f}, {us['portable'] / us['hopper']:.2f}"
-        times += f", **{dense / us['portable']:.2f}**" if dense else ""
-        cells[call, f"`{row['workload']}`"] = times
-    return f"{pivot('Hopper / portable, us', cells)}\n\n{machine(found)}"
+def e4m3_errors() -> str:
+    """Errors beside float64 of the weights before they were quantised, and beside the formula; the range of layers."""
+    names = {"bfloat16 dense": "bf16 dense", 'bfloat16 "row"': 'bf16 "row"', f"{FP8}, two products": FP8}
+    names |= {'"row"': 'e4m3 "row"', '"union"': 'e4m3 "union"'}
+    rows = []
+    for name, said in names.items():
+        own = [of[name] for of in e4m3_layers("float8") if name in of]
+        errors = ([row[kind] for row in own if row[kind] is not None] for kind in ("original", "error"))
+        rows.append([said, *(f"{min(of):.4f} to {max(of):.4f}" if of else "" for of in errors)])
+    return markdown(["", "from the layer in float64", "from the formula"], "lrr", rows)
 
 
-def adapted() -> str:
-    """Speed-ups of layers with adapters over dense ones: a column for calls in graphs, and one for eager calls."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in result("adapters")["rows"]:
-        if row["adapters"] != "none":
-            found.setdefault((f"`{row['workload']}`", row["pass"], row["adapters"]), {})[row["how"]] = row["gain"]
-    rows = [[*which, f"{gain['graph']:.2f}", f"{gain['queued']:.2f}"] for which, gain in found.items()]
-    header = ["workload", "pass", "adapters", "speed-up in graphs", "eager"]
-    return markdown(header, "lllrr", rows) + f"\n\n{machine(result('adapters'))}"
+def e4m3_experts() -> str:
+    """Layers of experts in 16 bits and in e4m3."""
+    rows, names = [], ("grouped products", '"row"', 'e4m3 "auto"')
+    for (sequences,), of in by_case(result("float8_experts")["rows"], "sequences").items():
+        times = [of[name]["us"] for name in names]
+        if sequences not in (32, 128):
+            gains = [bold(time / times[-1]) for time in times[:2]]
+            rows.append([f"{sequences:,}", *(f"{time:.0f}" for time in times), *gains])
+    header = ["sequences", "bf16 grouped products, us", 'bf16 "row"', names[-1], "over grouped", 'over bf16 "row"']
+    return markdown(header, "r" * len(header), rows)
+
+
+# Pages
 
 
 def beside_others() -> str:
     """How many times as fast twell is as other ways, the least and the most of what was timed."""
     layers = [figures.measured(name, op) for op in figures.OPS for name in figures.LAYERS]
     few = [row["us"]["dense"] / row["us"]["auto"] for row in result("decode")["rows"] if row["m"] <= 16]
-    fp8 = [(float8.fastest(case, float8.DENSE), case['"auto"']) for case in float8.cases(result("float8")["rows"])]
+    fp8 = [(fastest(of, FP8), of['"auto"']) for of in e4m3_layers("float8")]
     paper = [row["ms"] for row in result("paper_code")["rows"] if not row["wrong"]]
-    own = [row for row in result("sae")["rows"] if row["variant"] == '"auto"']
+    own, mixture = ([r for r in result(name)["rows"] if r["variant"] == '"auto"'] for name in ("sae", "experts"))
     lora = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
-    mixture = [row["over_grouped"] for row in result("experts")["rows"] if row["variant"] == '"auto"']
-    steps: dict[tuple[str, int], dict[str, float]] = {}
+    served = []
     for name in ("engine_small", "engine_large"):
-        for row in result(name)["rows"]:
-            if row["step_ms"] and row["sequences"] <= 64:
-                steps.setdefault((name, row["sequences"]), {})[row["engine"]] = row["step_ms"]
-    served = [times["stock"] / times["auto"] for times in steps.values()]
-    kinds = "graph", "queued"
-    rows: list[tuple[str, str, list[list[float]]]] = [
+        rows = [row for row in result(name)["rows"] if row["step_ms"] and row["sequences"] <= 64]
+        steps = by_case(rows, "sequences", each="engine").values()
+        served += [of["stock"]["step_ms"] / of["auto"]["step_ms"] for of in steps]
+    # in graphs; eager, queued; waited for
+    found: list[tuple[str, str, list[list[float]]]] = [
         (
             "dense layer, the faster of eager and `torch.compile`",
             "`auto`: 2 recorded and 5 drawn layers, 14 to 919 non-zeros of 5,632, 16,384 tokens, forward and training",
@@ -226,7 +259,11 @@ def beside_others() -> str:
             "`float8`: e4m3, the first five of these layers, 16,384 tokens",
             [[dense[key] / auto[key] for dense, auto in fp8] for key in ("us", "queued_us")],
         ),
-        ("`torch.nn.functional.grouped_mm`", "`experts`: drawn, 9.3 % fire, 1 to 1,024 sequences", [mixture]),
+        (
+            "`torch.nn.functional.grouped_mm`",
+            "`experts`: drawn, 9.3 % fire, 1 to 1,024 sequences",
+            [[row["over_grouped"] for row in mixture]],
+        ),
         (
             "dense autoencoder, the faster of eager and compiled",
             "`sae`: drawn, 60 non-zeros of 16,384 to 262,144, forward and training",
@@ -235,7 +272,7 @@ def beside_others() -> str:
         (
             "LoRA of peft, the faster of eager and compiled",
             "`adapters`: drawn, 29 non-zeros of 5,632, 16,384 tokens, forward and training",
-            [[row["gain"] for row in lora if row["how"] == kind] for kind in kinds],
+            [[row["gain"] for row in lora if row["how"] == kind] for kind in ("graph", "queued")],
         ),
         (
             "vLLM without twell, a whole step",
@@ -249,12 +286,19 @@ def beside_others() -> str:
         ),
     ]
     cells = []
-    for other, what, found in rows:
-        spans = [f"{min(each):.2f} to {max(each):.2f}" if each else "" for each in found]
+    for other, what, times in found:
+        spans = [f"{min(each):.2f} to {max(each):.2f}" if each else "" for each in times]
         cells.append([other, what, *spans, *[""] * (3 - len(spans))])
     table = markdown(["other way", "what was timed", "in graphs", "eager, queued", "waited for"], "llrrr", cells)
-    elsewhere = ", ".join(f"`{name}`" for name in ("experts", "adapters") if figures.gpu_of(name) != "H200")
+    elsewhere = ", ".join(f"`{name}`" for name in ("experts", "adapters") if gpu_of(name) != "H200")
     return f"{table}\n\nOn an H200{f', {elsewhere} on an H100' if elsewhere else ''}."
+
+
+def results() -> str:
+    """What is in each file of results."""
+    found = [*measurements.ALL, *measurements.FROZEN]
+    rows = [[f"`{each.name}`", each.content, each.shown] for each in found if (RESULTS / f"{each.name}.json").exists()]
+    return markdown(["file", "content", "shown in"], "lll", rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -278,14 +322,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "beside the paper": figures.beside_paper,
     "beside others": beside_others,
     "portable calls": portable_calls,
-    "adapters": adapted,
+    "adapters": adapters,
     "engines": engines,
     "generate": generate,
     "autoencoders": autoencoders,
     "experts": experts,
     "experts elsewhere": experts_elsewhere,
     "float8": e4m3,
-    "files": files,
+    "files": results,
 }
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
@@ -307,35 +351,29 @@ def of_other_kernels() -> str:
     """One line that names results of other kernels than those of the sources; empty if there are none."""
     now, others = everything.present(), dict[str, list[str]]()
     for path in sorted(RESULTS.glob("*.json")):
-        if (found := everything.kernels_of(path)) and found != everything.present():
+        if (found := everything.named(path, "kernels")) and found != now:
             others.setdefault(found, []).append(path.stem)
     named = "; ".join(f"{hash_} {', '.join(names)}" for hash_, names in others.items())
     return f"note: results of other kernels than the sources, which are {now}: {named}" if named else ""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="change nothing; exit with 1 if a page is out of date, and name results of other kernels",
-    )
-    arguments = parser.parse_args()
-    wrong = []
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    said = "change nothing; exit with 1 if a page is out of date, and name results of other kernels"
+    parser.add_argument("--check", action="store_true", help=said)
+    check, wrong = parser.parse_args().check, []
     for path in PAGES:
-        text = path.read_text(encoding="utf-8")
+        text, name = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
         try:
-            filled = fill(text)
-        except (LookupError, ResultError) as error:
-            print(f"readme: error: {path.relative_to(ROOT)}: {error}", file=sys.stderr)
+            made = fill(text)
+        except (LookupError, OSError, ValueError) as error:
+            print(f"readme: error: {name}: {error}", file=sys.stderr)
             return 2
-        if filled != text and arguments.check:
-            wrong.append(str(path.relative_to(ROOT)))
-        elif filled != text:
-            from twell.base import files as _files
-
-            _files.write_text(path, filled)
-    if arguments.check and (note := of_other_kernels()):
+        if made != text and check:
+            wrong.append(name)
+        elif made != text:
+            files.write_text(path, made)
+    if check and (note := of_other_kernels()):
         print(note)
     if wrong:
         print(f"{', '.join(wrong)} and profiling/results/ differ: python -m profiling.readme", file=sys.stderr)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling.bench.portable import kernels_of
-from profiling.draw.common import loads
+from profiling.tables import loads
 from twell.base import files
 from twell.choose import cards
 from twell.choose.cards import Card

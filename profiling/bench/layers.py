@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from profiling.bench import others
-from profiling.bench.workloads import EXPLAINED, NAMED, Source, parse
+from profiling.bench.workloads import EXPLAINED, Source, parse
 from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, agrees, ratio, verdict, whole
 from twell import testing
 from twell.base.activation import NAMES, activation_of
@@ -21,7 +21,7 @@ from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
 from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP, set_down_layout
 from twell.runtime import geometry, specs
-from twell.testing import FFN, Comparison
+from twell.testing import FFN, WORKLOADS, Comparison
 from twell.testing.calls import caller, linear
 
 NAME = "profiling.bench"
@@ -34,12 +34,12 @@ ffn             the forward pass of all tokens; all calls share the weights, so 
 decode          the same on each number of --m-decode, from the middle of the workload, with several copies of the
                 weights in turn, whose gates exceed L2
 train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same
-model, moe, float8, sae, firing, host, adapters, portable, generate   others, which have a --help of their own
+model, moe, float8, sae, firing, host, adapters, portable, generate, parallel   others, which have a --help of their own
 
 Layers of others are timed beside these if they can be imported: quack's fused ReGLU, and the paper's own code, from a
 checkout of SakanaAI/sparser-faster-llms in PYTHONPATH, which CUDA graphs do not capture.
 
---workload: {", ".join(NAMED)}, drawn by name; {",".join(f"{key}=" for key in EXPLAINED)}, drawn, of which
+--workload: {", ".join(WORKLOADS)}, drawn by name; {",".join(f"{key}=" for key in EXPLAINED)}, drawn, of which
 nnz is required; real:FOLDER, real:FOLDER/3, recorded layers (python -m profiling.record), of their own sizes
 """
 # Tokens, hidden size and neurons on a GPU and on a CPU, and tokens of decode.

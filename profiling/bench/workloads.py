@@ -19,8 +19,6 @@ EXPLAINED = {
     "dead": ("dead", 1.0, "share of neurons that never fire"),
     "topic": ("rho", 1.0, "correlation of a token with the topic of its document"),
 }
-# Named workloads, fixed before ``Source.load`` adds others.
-NAMED = tuple(WORKLOADS)
 REAL = "real:"
 
 
@@ -47,9 +45,7 @@ class Source:
                 f"{self.name} has {self.pattern.nnz:g} non-zeros per token: expected at most {most:g}, the neurons of "
                 f"{n} that are not dead"
             )
-        # testing draws by name
-        WORKLOADS.setdefault(self.name, self.pattern)
-        return testing.make(self.name, m, k, n, device=device, dtype=dtype)
+        return testing.make(self.pattern, m, k, n, device=device, dtype=dtype)
 
     def possible(self, n: int) -> bool:
         """Whether ``n`` neurons can have so many non-zeros; true for a recorded layer."""
@@ -59,7 +55,7 @@ class Source:
 def parse(texts: list[str] | None) -> list[Source]:
     """The distinct workloads of a command line; by default all named ones. Raises RequestError for other texts."""
     by_name: dict[str, Source] = {}
-    for source in (each for text in texts or NAMED for each in _sources(text)):
+    for source in (each for text in texts or WORKLOADS for each in _sources(text)):
         other = by_name.setdefault(source.name, source)
         if (other.folder and other.folder.resolve()) != (source.folder and source.folder.resolve()):
             raise RequestError(f"{other.text} and {source.text} are both {source.name}: time them in two runs")
@@ -71,11 +67,11 @@ def _sources(text: str) -> list[Source]:
         return _recorded(text)
     if "=" in text:
         return [_drawn(text)]
-    if text in NAMED:
+    if text in WORKLOADS:
         return [Source(text, text, WORKLOADS[text])]
     parameters = ", ".join(f"{key}=" for key in EXPLAINED)
     raise RequestError(
-        f"--workload takes {', '.join(NAMED)}, {REAL}FOLDER[/LAYER] or parameters ({parameters}), got {text!r}"
+        f"--workload takes {', '.join(WORKLOADS)}, {REAL}FOLDER[/LAYER] or parameters ({parameters}), got {text!r}"
     )
 
 

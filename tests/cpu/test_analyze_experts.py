@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,12 +18,9 @@ from saved_models import run
 from test_experts_transformers import model
 
 import twell
-from profiling import record
-from twell import testing
 from twell.base.activation import Activation
 from twell.choose import cards, rates
 from twell.commands import analyze
-from twell.commands.request import RequestError
 from twell.integrations import experts as stacked
 from twell.integrations.analyze import experts, report
 from twell.integrations.analyze.experts import STEPS, ExpertsSparsity, Step
@@ -203,39 +199,3 @@ def test_the_verdict_follows_the_zeros() -> None:
         each = [one.seconds(size) for one in (sparse, dense)]
         assert taken == pytest.approx(sum(seconds[route] for route, seconds in each))
         assert of_dense == pytest.approx(sum(seconds["dense"] for _, seconds in each))
-
-
-# Recorded layers
-
-
-@pytest.mark.parametrize("kind", ["NemotronH", "Mixtral"])
-def test_recorded_experts_reproduce_the_layer(
-    kind: str, words: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    nemotron = kind == "NemotronH"
-    folder = saved(tmp_path / "model", kind, **({} if nemotron else {"hidden_act": "relu"}))
-    out = tmp_path / "recorded"
-    options = ("--tokens", TOKENS, "--sequence", LENGTH, "--layers", 0 if nemotron else 1, "--out", out)
-    assert run(record, folder, "--text", words, *options) == 0
-    number = 0 if nemotron else 1
-    dense = ["layer0.npz"] if nemotron else []
-    assert sorted(path.name for path in out.iterdir()) == ["README.md", f"experts{number}.npz", *dense]
-    printed, readme = capsys.readouterr().out, (out / "README.md").read_text()
-    assert f"experts {number}: " in printed
-    assert ("| layer 0 |" in readme) == nemotron
-    assert f"| experts {number} |" in readme
-    module, (x, ids, weights) = calls_of(folder, words)[0][number]
-    with torch.no_grad():
-        right = module(x, ids, weights)
-    problem = testing.load_experts(number, out, device="cpu", dtype=torch.float32)
-    assert problem["activation"] == ("relu2" if nemotron else "relu")
-    assert problem["w_down"].stride(1) == 1
-    y = twell.sparse_experts(**problem)
-    # rounded to bfloat16; a few tokens near two experts may have taken another one in a batch
-    errors = (y - right).norm(dim=1) / right.norm(dim=1)
-    assert float(errors.median()) < 0.01
-    assert float((errors > 0.2).double().mean()) < 0.01
-    with np.load(out / f"experts{number}.npz") as arrays:
-        assert arrays["first"].nonzero()[0].tolist() == list(range(0, TOKENS, LENGTH))
-    with pytest.raises(RequestError, match=f"--layers: expected some of {'0' if nemotron else '0, 1'}, got 5"):
-        run(record, folder, "--text", words, "--layers", 5, "--out", tmp_path / "new")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling import figures, float8, harness, readme
+from profiling import figures, harness, readme, tables
 from profiling.bench import firing, host, layers, main, others, sae, sae_problem
 from profiling.bench.float8 import Weights
 from profiling.bench.layers import OPS
@@ -57,9 +57,7 @@ VARIANTS = {
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the workloads that a test draws, replay as few times as possible, and make layers small."""
-    for name in [name for name in testing.WORKLOADS if "=" in name]:
-        monkeypatch.delitem(testing.WORKLOADS, name)
+    """Replay as few times as possible, and make layers small."""
     monkeypatch.setattr(timing, "WARM_ROUNDS", 1)
     monkeypatch.setattr(timing, "LEAST_ROUNDS", 2)
     monkeypatch.setattr(layers, "CALLS", 2)
@@ -104,9 +102,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "sae": readme.autoencoders,
     "firing": figures.few_by_share,
     "host": figures.host_times,
-    "adapters": readme.adapted,
+    "adapters": readme.adapters,
     "portable": readme.portable_calls,
-    "float8": lambda: float8.speed(figures.result("float8")),
+    "float8": lambda: readme.e4m3_speed("float8"),
     "generate": readme.generate,
 }
 
@@ -135,7 +133,7 @@ def test_every_bench_has_checked_and_timed_rows(
     if name == "sae":
         rows = [row | {"peak_bytes": 1} for row in rows]
         rows += [row | {"variant": "dense compiled"} for row in rows if row["variant"] == "dense eager"]
-    for module in (figures, readme):
+    for module in (figures, readme, tables):
         monkeypatch.setattr(module, "result", lambda _: found.data | {"rows": rows})
     monkeypatch.setattr(figures, "HOST_LAYERS", ((64, 264),))
     lines = TABLES[name]().splitlines() if name in TABLES else ["| "] * 2
@@ -365,10 +363,10 @@ def test_an_error_is_red_and_the_others_go_on(bench: Callable[..., Result], monk
     """A workload that fails is one row, an operator that fails is that of its strategy."""
     make = testing.make
 
-    def fails(name: str, *rest: Any, **options: Any) -> testing.FFN:
-        if name == "nnz=7":
+    def fails(workload: Any, *rest: Any, **options: Any) -> testing.FFN:
+        if workload.nnz == 7:
             raise torch.OutOfMemoryError("out of memory")
-        return make(name, *rest, **options)
+        return make(workload, *rest, **options)
 
     monkeypatch.setattr(testing, "make", fails)
     monkeypatch.setattr(SparseFFN, "forward", raising(NotImplementedError("no\nsuch   kernel")))
@@ -387,10 +385,10 @@ def test_ctrl_c_leaves_what_was_measured(
 ) -> None:
     make = testing.make
 
-    def interrupted(name: str, *rest: Any, **options: Any) -> testing.FFN:
-        if name == "nnz=8":
+    def interrupted(workload: Any, *rest: Any, **options: Any) -> testing.FFN:
+        if workload.nnz == 8:
             raise KeyboardInterrupt
-        return make(name, *rest, **options)
+        return make(workload, *rest, **options)
 
     monkeypatch.setattr(testing, "make", interrupted)
     result = bench("ffn", *TINY, "--workload", "nnz=7", "nnz=8", "nnz=9")

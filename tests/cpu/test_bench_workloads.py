@@ -6,17 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from profiling.bench import workloads
 from profiling.bench.workloads import parse
 from twell import testing
 from twell.commands.request import RequestError
-
-
-@pytest.fixture(autouse=True)
-def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = dict(testing.WORKLOADS)
-    for module in (testing, testing.workloads, workloads):
-        monkeypatch.setattr(module, "WORKLOADS", own)
 
 
 @pytest.fixture

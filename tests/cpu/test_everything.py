@@ -123,7 +123,7 @@ def test_inputs_that_are_missing(add: Callable[..., None], run: Callable[..., An
     add("real", ("{}", 0), more=" $REAL")
     status, said, found = run()
     assert (status, found) == (0, {})
-    assert "real: left out, as it needs --real" in said
+    assert "left out, as they need --real: real" in said
     add("plain", ("{}", 0))
     said = "profiling.everything: error: real needs --real\n"
     # before anything runs

@@ -35,7 +35,7 @@ def test_held_out_points_are_measured(
         times = [value for name, value in row.items() if name.endswith("_ms")]
         assert row["loss"] == row[f"{row['auto']}_ms"] / min(times) - 1
         assert row["nonzeros"] == pytest.approx(9, rel=0.3)
-    assert f"forward above 32 tokens, old: 1 points, mean {gated['loss']:.2%}, most {gated['loss']:.1%}\n" in printed
+    assert f"forward above 32 tokens: 1 points, mean {gated['loss']:.2%}, most {gated['loss']:.1%}\n" in printed
     assert held_out.main(["--rows", str(out), "--out", str(again)]) == 0
     assert json.loads(again.read_text()) == data
     assert held_out.main(["--budget-s", "0"]) == 0

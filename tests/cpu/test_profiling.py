@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling import device, parallel
+from profiling import device
+from profiling.bench import parallel
 from profiling.device import Gpu
 from twell.commands.timing import Recording
 

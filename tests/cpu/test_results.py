@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from profiling import figures, measurements, readme
+from profiling import measurements, readme
 from profiling import tune as shipped
 from twell.choose import cards
 from twell.commands import tune
 
 
 def test_readme_has_the_figures_of_the_results(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Among them the list of all files of results."""
-    monkeypatch.setattr(figures, "RESULTS", root / "profiling" / "results")
-    figures.result.cache_clear()
     monkeypatch.setattr(sys, "argv", ["readme.py", "--check"])
     assert readme.main() == 0, capsys.readouterr().err
 

@@ -2,23 +2,19 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 import twell
-from twell.commands import analyze, demo, tune
+from twell.commands import analyze, demo, info, tune
 from twell.commands.request import exit_status
 
-MODULES = (
+MODULES: tuple[tuple[str, ModuleType, str], ...] = (
     ("demo", demo, "train a small model and compare its layers sparse and dense"),
     ("analyze", analyze, "report the sparsity of a model's layers and the speed-up to expect"),
     ("tune", tune, 'measure this GPU for strategy "auto"'),
+    ("info", info, "show versions, devices, kernels and cache"),
 )
-INFO = """\
-Show versions, devices, packaged kernels and their launcher, the kernel cache, the table of costs that "auto" reads for
-each GPU, and TWELL_* environment variables.
-"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,10 +27,7 @@ def parser() -> argparse.ArgumentParser:
     for name, module, summary in MODULES:
         command = commands.add_parser(name, help=summary, description=module.DESCRIPTION)
         module.add_arguments(command)
-        command.set_defaults(module=module)
-
-    info = commands.add_parser("info", help="show versions, devices, kernels and cache", description=INFO)
-    info.add_argument("--json", action="store_true", help="print JSON, with the names of all packaged kernels")
+        command.set_defaults(run=module.run)
     return top
 
 
@@ -50,14 +43,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("serve-check is an option: twell analyze MODEL --serve")
     if given[0] == "convert":
         parser().error("convert is a call: twell.integrations.transformers.load(SRC).save_pretrained(DST)")
-    arguments = vars(parser().parse_args(given))
-    return exit_status(f"twell {arguments['command']}", lambda: _run(**arguments))
-
-
-def _run(command: str, module: ModuleType | None = None, **arguments: Any) -> int:
-    if module is not None:
-        run: Callable[[argparse.Namespace], int] = module.run
-        return run(argparse.Namespace(**arguments))
-    from twell.commands import info
-
-    return info.run(**arguments)
+    arguments = parser().parse_args(given)
+    return exit_status(f"twell {arguments.command}", lambda: int(arguments.run(arguments)))

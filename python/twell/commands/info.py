@@ -1,11 +1,12 @@
 """``twell info``: versions, devices, kernels, what launches them, the rates of "auto", the environment, anywhere."""
 
+import argparse
+import json
 import logging
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from json import dumps as to_json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from twell.choose.cards import read
 from twell.runtime import cache, device, env, fingerprint, host, packaged, specs
 from twell.runtime.log import logger
 
+DESCRIPTION = """\
+Show versions, devices, packaged kernels and their launcher, the kernel cache, the table of costs that "auto" reads for
+each GPU, and TWELL_* environment variables.
+"""
 # nvidia-cutlass-dsl is the compiler, which is optional
 PACKAGES: tuple[str, ...] = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
 PACKAGES += tuple(packaged.RUNTIME_PACKAGES.values())
@@ -206,8 +211,13 @@ def lines(info: dict[str, Any]) -> Iterator[str]:
     yield from _fields(info["environment"])
 
 
-def run(json: bool = False) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to ``parser``."""
+    parser.add_argument("--json", action="store_true", help="print JSON, with the names of all packaged kernels")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Print the report, as JSON if asked. Return the exit code 0."""
     found = collect()
-    print(to_json(found, indent=2) if json else "\n".join(lines(found)))
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(lines(found)))
     return 0

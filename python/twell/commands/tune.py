@@ -111,16 +111,7 @@ LONG_S = 3600.0
 def draw(pattern: str, m: int, k: int, n: int, device: torch.device) -> FFN:
     """A layer with the pattern, and enough tokens to set its threshold."""
     share, unevenness = PATTERNS[pattern]
-    return draw_workload(Workload(share * n, **unevenness), m, k, n, device)
-
-
-def draw_workload(workload: Workload, m: int, k: int, n: int, device: torch.device, seed: int = 0) -> FFN:
-    """A layer of the workload, and enough tokens to set its threshold."""
-    testing.WORKLOADS["tune"] = workload
-    try:
-        return testing.make("tune", max(m, 4096), k, n, seed=seed, device=device)
-    finally:
-        del testing.WORKLOADS["tune"]
+    return testing.make(Workload(share * n, **unevenness), max(m, 4096), k, n, device=device)
 
 
 def figures_of(problem: FFN, screen: bool = False) -> Figures:

@@ -1,9 +1,9 @@
 """Problems and comparisons for tests, benchmarks and users: named workloads, exact integer problems, error budgets.
 
 A problem is an ``FFN``: the tensors of one feed-forward layer. ``make`` draws a named workload, ``load_real`` reads a
-recorded layer and ``load_experts`` one of experts, ``integer_problem`` and ``pattern_problem`` build problems whose
-answer is the same in any order of summation. ``compare`` and ``compare_gradients`` measure a result against float64
-beside dense PyTorch, and ``machine_line`` names the machine. A ``Case`` is a problem and a way to call it on one line.
+recorded layer, ``integer_problem`` and ``pattern_problem`` build problems whose answer is the same in any order of
+summation. ``compare`` and ``compare_gradients`` measure a result against float64 beside dense PyTorch, and
+``machine_line`` names the machine. A ``Case`` is a problem and a way to call it on one line.
 The activation is ReLU unless ``activation`` and ``threshold`` say otherwise. Gradients are dictionaries by the names of
 ``FFN``, each of its tensor's shape.
 """
@@ -44,7 +44,6 @@ from twell.testing.workloads import (
     WORKLOADS,
     Workload,
     load,
-    load_experts,
     load_real,
     make,
     real_names,
@@ -83,7 +82,6 @@ __all__ = [
     "integer_problem",
     "integer_upstream",
     "load",
-    "load_experts",
     "load_real",
     "machine_line",
     "make",

@@ -94,7 +94,7 @@ _PERIOD = 4096
 
 
 def make(
-    name: str,
+    name: str | Workload,
     m: int = 16384,
     k: int = PAPER_HIDDEN,
     n: int = PAPER_NEURONS,
@@ -104,16 +104,16 @@ def make(
     dtype: torch.dtype = torch.bfloat16,
     document: int = 512,
 ) -> FFN:
-    """Draw the workload ``name`` (a key of WORKLOADS) with m tokens, hidden size k and n neurons.
+    """Draw the workload ``name``, one of one's own or a key of WORKLOADS, with m tokens, hidden size k and n neurons.
 
     The draw depends on the sizes, the seed and the kind of device. ``document`` is the number of consecutive tokens
     that share a topic. Raises ValueError for an unknown name.
     """
     require_sizes(m, k, n)
     require_integer("seed", seed, 0)
-    if not isinstance(name, str) or name not in WORKLOADS:
+    if not isinstance(name, Workload) and (not isinstance(name, str) or name not in WORKLOADS):
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
-    load = WORKLOADS[name]
+    load = name if isinstance(name, Workload) else WORKLOADS[name]
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -207,28 +207,6 @@ def _stored(arrays: Any, name: str) -> Tensor:
     if f"{name}_scale" in arrays:
         return array.float() * torch.from_numpy(arrays[f"{name}_scale"])
     return array.view(torch.bfloat16).float()
-
-
-def load_experts(
-    layer: int, folder: Path | str, *, device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Any]:
-    """Read ``folder/experts{layer}.npz``, a recorded layer of experts: the arguments of ``twell.sparse_experts``.
-
-    The file holds ``x`` [T, K]; ``expert_ids`` int32 and ``weights`` float32 [T, k], the routes; ``w_up``, ``w_down``
-    and, with a gate, ``w_gate`` [E, N, K]; the name of the ``activation``; and ``first``, bool [T], true where a
-    sequence begins. Tensors are the bits of bfloat16 or, in older files, int8 with scales such as ``w_up_scale``.
-    ``w_down`` is returned as the view [E, K, N], which kernels read in place. Needs numpy. Raises FileNotFoundError if
-    the layer is not in the folder.
-    """
-    import numpy as np
-
-    with np.load(Path(folder) / f"experts{layer}.npz") as arrays:
-        names = [name for name in ("x", "w_gate", "w_up", "w_down") if name in arrays]
-        problem = {name: _stored(arrays, name).to(device, dtype) for name in names}
-        routes = {name: torch.from_numpy(arrays[name]).to(device) for name in ("expert_ids", "weights")}
-        activation = str(arrays["activation"])
-    problem["w_down"] = problem["w_down"].transpose(1, 2)
-    return {**problem, **routes, "activation": activation}
 
 
 def load(

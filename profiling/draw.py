@@ -1,0 +1,366 @@
+"""Draw profiling/charts/ from profiling/results/, and the dark diagrams of docs/figures/: ``python -m profiling.draw``.
+
+Each picture is an SVG, light and, in other colours, dark. Light diagrams are kept by hand. ``--check`` writes nothing:
+the exit status is 1 if a picture would be drawn otherwise now, by the matplotlib that drew it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import math
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from profiling.tables import Row, good, machine, result
+from twell.base import files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
+
+ROOT = Path(__file__).resolve().parents[1]
+CHARTS, DIAGRAMS = ROOT / "profiling" / "charts", ROOT / "docs" / "figures"
+# Inches. At 100 pixels per inch it is that of a README's column.
+WIDTH = 8.3
+
+
+# Of a light page, and of a dark one. Readers without red-green vision can tell them apart on the ground.
+GROUND, TEXT, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#e4e7eb"
+ROW, UNION, AUTO, DENSE, PAPER, EXTRA = "#0a66b5", "#c64600", TEXT, "#7d8590", "#8e2f6b", "#12855f"
+DARK = {GROUND: "#0d1117", TEXT: "#e6edf3", MUTED: "#9198a1", GRID: "#262c36", ROW: "#58a6ff", UNION: "#f28c28"}
+DARK |= {DENSE: "#8b949e", PAPER: "#d58fd8", EXTRA: "#2fbf8f"}
+
+
+class Chart(NamedTuple):
+    """title: states the finding. footer: small print below, notes and the machine line. height: in inches."""
+
+    title: str
+    footer: str
+    height: float
+    draw: Callable[[SubFigure], None]
+
+
+def svg(chart: Chart) -> str:
+    """The picture: the same bytes for the same data by the same version of matplotlib, which it names."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    settings: dict[str, Any] = {"font.family": ["DejaVu Sans"], "svg.hashsalt": "twell", "grid.color": GRID}
+    settings |= {"font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "svg.fonttype": "path"}
+    settings |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9)
+    settings |= {"lines.linewidth": 2.0, "lines.markersize": 5, "grid.linewidth": 0.8, "hatch.linewidth": 1.2}
+    settings |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "path.simplify"), False)
+    settings |= {"axes.grid": True, "axes.axisbelow": True}
+    settings |= dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "hatch.color"), GROUND)
+    settings |= dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color"), TEXT)
+    settings |= dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), TEXT)
+    settings |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED)
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(settings)
+        figure, layout = Figure(figsize=(WIDTH, chart.height)), ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.05)
+        figure.set_layout_engine(layout)
+        FigureCanvasAgg(figure)
+        # no line break between a number and its percent sign
+        wrapped = textwrap.fill(chart.title.replace(" %", "\xa0%"), int(9.6 * WIDTH)).replace("\xa0", " ")
+        figure.suptitle(wrapped, x=0.012, ha="left", fontsize=12, fontweight="bold")
+        # in a subfigure, so that a legend outside the axes keeps clear of title and footer
+        chart.draw(figure.add_subfigure(figure.add_gridspec(1, 1)[0]))
+        wrapped = "\n".join(filled(line, int(15.6 * WIDTH)) for line in chart.footer.splitlines())
+        figure.supxlabel(wrapped, x=0.012, ha="left", fontsize=8, color=MUTED)
+        layout.execute(figure)
+        figure.set_layout_engine("none")
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def filled(text: str, width: int) -> str:
+    """Wrap text at ``width`` characters; short parts between semicolons stay whole."""
+    parts = [part.replace(" ", "\xa0") if len(part) < width / 3 else part for part in text.split("; ")]
+    return textwrap.fill("; ".join(parts), width, break_on_hyphens=False).replace("\xa0", " ")
+
+
+def darkened(light: str) -> str:
+    """A picture in the colours of a dark page."""
+    return re.sub("#[0-9a-f]{6}(?![0-9a-f])", lambda match: DARK[match[0]], light)
+
+
+# What charts share
+
+
+def sizes(rows: Sequence[Row]) -> str:
+    """M, K and N for the small print, as far as all rows share them."""
+    values = {name: {row[name] for row in rows} for name in "mkn"}
+    parts = [f"{name.upper()} = {value:,}" for name, own in values.items() if len(own) == 1 for value in own]
+    return ", ".join(parts) + "; " if parts else ""
+
+
+def baseline(draw: Callable[..., object]) -> None:
+    """The line at the speed of dense."""
+    draw(1, color=MUTED, linewidth=1.2, zorder=1.5)
+
+
+def legend(figure: SubFigure, entries: Sequence[tuple[Any, str]]) -> None:
+    handles, labels = [entry[0] for entry in entries], [entry[1] for entry in entries]
+    figure.legend(handles, labels, loc="outside upper left", ncols=6, columnspacing=1.6, handlelength=2.2)
+
+
+def line(**style: Any) -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], **style)
+
+
+def patch(**style: Any) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(**style)
+
+
+# Speed-up by workload
+
+WORKLOADS = ("real3", "uniform29", "topic29", "skew29", "real6", "topic128", "dense911")
+EXPLAINED = (
+    "real: layers of a trained model; uniform, topic, skew: drawn patterns; dense911: as trained without L1; "
+    "non-zeros per token; dense: the faster of eager and compiled PyTorch"
+)
+
+
+class Bar(NamedTuple):
+    """paper: the speed-up of the paper's code, if it has one. wrong: its result. failed: it has none."""
+
+    label: str
+    speedup: float
+    strategy: str
+    paper: float | None
+    wrong: bool
+    failed: bool
+
+
+def speedup() -> Chart:
+    """Forward and training step of the named workloads, and the paper's code, beside dense PyTorch."""
+    names = {"forward": ("ffn", ""), "train": ("train", " train")}
+    bars = {op: [*bars_of(op, *variants)] for op, variants in names.items()}
+    spans = {}
+    for op, said in (("forward", "forward pass"), ("train", "training step")):
+        gains = [f"{bar.speedup:.1f}" for bar in sorted(bars[op], key=lambda b: b.speedup) if bar.strategy != "dense"]
+        spans[said] = " to ".join(dict.fromkeys((gains[0], gains[-1])))
+    said = ", ".join(f"{what} {span} times" for what, span in spans.items())
+    footer = f"{EXPLAINED}\ntwell: {sizes(result('auto')['rows'])}{machine(result('auto'))}\nthe paper's code: "
+    footer += f"{machine(result('paper_code'))}; compared with dense on the same machine"
+
+    def draw(figure: SubFigure) -> None:
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, own, what in zip(panels, bars.values(), ("Forward pass", "Training step")):
+            draw_bars(axes, own)
+            axes.set(title=f"{what} of a layer", xlabel="speed-up over dense PyTorch")
+            axes.xaxis.set_major_formatter("{x:g}x")
+            axes.set_xlim(0, 1.3 * max([1.0, *(bar.speedup for bar in own)]))
+        panels[0].set_ylim(max(map(len, bars.values())) - 0.45, -0.55)
+        wrong = {"facecolor": PAPER, "edgecolor": GROUND, "hatch": "////"}
+        entries = [
+            (patch(color=ROW), "twell and its strategy"),
+            (patch(color=PAPER), "the paper's code"),
+            (patch(**wrong), "the paper's code, wrong result"),
+            (line(color=MUTED, linewidth=1.2), "dense PyTorch = 1x"),
+        ]
+        legend(figure, entries)
+
+    return Chart(f"Layers that run sparse: {said} as fast as dense", footer, 5.3, draw)
+
+
+def bars_of(op: str, variant: str, suffix: str) -> Iterator[Bar]:
+    """The workloads whose calls of "auto" and of dense PyTorch were right."""
+    for workload in WORKLOADS:
+        rows = {row["variant"]: row for row in good("auto") if row["workload"] == workload}
+        dense = [rows[name]["ms"] for kind in ("eager", "compiled") if (name := f"dense {kind}{suffix}") in rows]
+        if not dense or variant not in rows:
+            continue
+        ours, papers = rows[variant], result("paper_code")["rows"]
+        theirs = next((row for row in papers if (row["workload"], row["op"]) == (workload, op)), None)
+        times = theirs["ms"].get("queued", {}) if theirs else {}
+        paper = times["dense"] / times["paper"] if "paper" in times else None
+        label = f"{workload}\n{ours['nnz']:.0f} non-zeros"
+        said = (bool(theirs["wrong"]), bool(theirs["red"])) if theirs else (False, False)
+        yield Bar(label, min(dense) / ours["ms"], ours["strategy"], paper, *said)
+
+
+def draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
+    for i, bar in enumerate(bars):
+        axes.barh(i - 0.19, bar.speedup, 0.36, color=ROW)
+        axes.text(bar.speedup, i - 0.19, f" {bar.speedup:.2f}x {bar.strategy}", va="center", fontsize=8.5)
+        if bar.failed:
+            axes.text(0, i + 0.19, " no result", va="center", fontsize=8.5, color=PAPER)
+        elif bar.paper:
+            axes.barh(i + 0.19, bar.paper, 0.36, color=PAPER, hatch="////" if bar.wrong else None)
+            text = f" {bar.paper:.2f}x{' wrong' if bar.wrong else ''}"
+            # over the line at 1
+            box = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.4}
+            axes.text(bar.paper, i + 0.19, text, va="center", fontsize=8.5, color=PAPER, bbox=box)
+    baseline(axes.axvline)
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="y", visible=False)
+
+
+# Speed-up by non-zeros
+
+PATTERNS = {"uniform": "Uniform: all neurons fire alike", "topic": "Topic: nearby tokens share neurons"}
+# Ticks of speed-up, and the lowest that is shown.
+SPEEDS, SLOWEST = (0.125, 0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16), 0.125
+# Two strategies whose times differ by less than this share do not cross: in another run the other may be ahead.
+ALIKE = 0.01
+# speed-up by non-zeros, ascending
+Line = dict[float, float]
+
+
+def nnz() -> Chart:
+    """Speed-up of each strategy by non-zeros per token, crossovers marked."""
+    panels = {pattern: lines_of(pattern) for pattern in PATTERNS}
+    limits = []
+    for pattern, lines in panels.items():
+        # of the better sparse strategy
+        both = [lines["row"], lines["union"]]
+        best = {x: max(own[x] for own in both if x in own) for x in sorted({x for own in both for x in own})}
+        if crossed := crossings(best):
+            limits.append(f"{count(crossed[-1])} ({pattern})")
+    title = "Fewer non-zeros, more speed"
+    if limits:
+        title += f": the forward pass beats dense up to {' and '.join(limits)} non-zeros per token"
+    every = [y for lines in panels.values() for own in lines.values() for y in own.values()]
+    note = f"below {SLOWEST:g}x not shown; " if min(every) < SLOWEST else ""
+    note += 'training ends where "auto" runs dense\n'
+
+    def draw(figure: SubFigure) -> None:
+        looks = {"row": (ROW, "o"), "union": (UNION, "s"), "auto": (AUTO, "D"), "dense": (DENSE, "x")}
+        looks["train"] = (EXTRA, "^")
+        styles: dict[str, Any] = {name: {"color": colour, "marker": each} for name, (colour, each) in looks.items()}
+        # above the line of the chosen strategy
+        styles["auto"] |= {"linestyle": "--", "linewidth": 1.2, "markersize": 3.5, "zorder": 3}
+        styles["dense"] |= {"linewidth": 1.2}
+        axes_of = figure.subplots(1, len(panels), sharey=True)
+        for axes, (pattern, lines) in zip(axes_of, panels.items()):
+            draw_lines(axes, lines, styles)
+            axes.set(title=PATTERNS[pattern], xlabel="non-zeros per token (log)")
+            of_nonzeros(axes, [x for own in lines.values() for x in own])
+            low, high = 0.93 * max(SLOWEST, min(1.0, *every)), 1.08 * max(1.0, *every)
+            ticks = [tick for tick in SPEEDS if low <= tick <= high]
+            axes.set_yscale("log")
+            axes.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])
+            axes.set_yticks([], minor=True)
+            axes.set_ylim(low, high)
+        axes_of[0].set_ylabel("speed-up over dense (log)")
+        named = {"train": 'training step, "auto"', "row": 'forward: "row"'}
+        shown = [name for name in styles if any(name in lines for lines in panels.values())]
+        legend(figure, [(line(**styles[name]), named.get(name, f'"{name}"')) for name in shown])
+
+    footer = sizes(result("sweep_nnz")["rows"]) + note + machine(result("sweep_nnz"))
+    return Chart(title, footer, 4.8, draw)
+
+
+def lines_of(pattern: str) -> dict[str, Line]:
+    """The lines of a pattern by strategy, and "train", which ends where "auto" runs dense."""
+    found: dict[str, Line] = {name: {} for name in ("row", "union", "auto", "dense", "train")}
+    for row in good("sweep_nnz"):
+        name = {"ffn": row["requested"], "train": "train" * (row["requested"] == "auto")}.get(row["variant"])
+        dense = name == "train" and row["strategy"] == "dense"
+        if ("topic=" in row["workload"]) == (pattern == "topic") and name and not dense and row["nnz"] > 0:
+            found[name][row["nnz"]] = row["speedup_dense"]
+    return {name: dict(sorted(own.items())) for name, own in found.items() if own}
+
+
+def crossings(own: Mapping[float, float]) -> list[float]:
+    """Every x where y crosses 1, by straight lines in log x and log y."""
+    found, points = [], list(own.items())
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        a, b = math.log(y0), math.log(y1)
+        if a * b < 0 or (a != 0 and b == 0):
+            found.append(math.exp(math.log(x0) + (math.log(x1) - math.log(x0)) * a / (a - b)))
+    return found
+
+
+def marks(lines: Mapping[str, Line]) -> list[tuple[float, float, str]]:
+    """Crossovers of the strategies and dense. Two strategies cross where they differ by ``ALIKE`` on both sides."""
+    found = [(x, 1.0, f"{name} = dense") for name in ("row", "union", "train") for x in crossings(lines.get(name, {}))]
+    row, union = lines["row"], lines["union"]
+    apart = {x: row[x] / union[x] for x in row if x in union and abs(row[x] / union[x] - 1) > ALIKE}
+    for x in crossings(apart):
+        x0, x1 = max(at for at in apart if at <= x), min(at for at in apart if at > x)
+        t = math.log(x / x0) / math.log(x1 / x0)
+        found.append((x, row[x0] ** (1 - t) * row[x1] ** t, "row = union"))
+    return sorted(found, key=lambda mark: mark[0])
+
+
+def draw_lines(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, Any]) -> None:
+    for name, own in lines.items():
+        axes.plot([*own], [*own.values()], **styles[name])
+    baseline(axes.axhline)
+    said = [("Crossovers, non-zeros per token:", TEXT)]
+    for x, y, what in marks(lines):
+        axes.plot(x, y, "o", markersize=10, fillstyle="none", color=TEXT, zorder=5)
+        said.append((f"{what} at {count(x)}", styles[what.split()[0]]["color"]))
+    for i, (text, colour) in enumerate(reversed(said)):
+        box = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.5}
+        place = {"transform": axes.transAxes, "bbox": box, "fontsize": 9, "zorder": 4}
+        axes.text(0.04, 0.04 + 0.06 * i, text, color=colour, **place)  # type: ignore[arg-type]
+
+
+def of_nonzeros(axes: Axes, values: Sequence[float]) -> None:
+    """Make the x axis logarithmic around ``values``, with ticks at powers of 4."""
+    axes.set_xscale("log", base=4)
+    room = max(max(values) / min(values), 4) ** 0.04
+    low, high = min(values) / room, max(values) * room
+    ticks = [4.0**i for i in range(-9, 10) if low <= 4.0**i <= high]
+    axes.xaxis.set_ticks(ticks, labels=[f"{tick:,g}" for tick in ticks])
+    axes.xaxis.set_ticks([], minor=True)
+    axes.set_xlim(low, high)
+
+
+def count(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
+
+
+# The command
+
+
+def drawn() -> Iterator[tuple[Path, str]]:
+    """Each picture's file, and what it must hold."""
+    light = {CHARTS / f"{make.__name__}-light.svg": svg(make()) for make in (speedup, nnz)}
+    yield from light.items()
+    for path in (*light, *sorted(DIAGRAMS.glob("*-light.svg"))):
+        text = light.get(path) or path.read_text(encoding="utf-8")
+        yield path.with_name(path.name.replace("-light", "-dark")), darkened(text)
+
+
+def drawn_by(text: str) -> str:
+    """The version of matplotlib that drew a picture; "" if none did."""
+    found = re.search(r"Matplotlib v([\d.]+),", text)
+    return found[1] if found else ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    check, wrong = parser.parse_args(argv).check, []
+    for path, text in drawn():
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        if not check:
+            files.write_text(path, text)
+        elif before != text and drawn_by(before) in ("", drawn_by(text)):
+            wrong.append(f"{path.name} is drawn otherwise now")
+    if wrong:
+        print(*wrong, "python -m profiling.draw draws them again", sep="\n", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
