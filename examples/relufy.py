@@ -118,7 +118,7 @@ def prepared(options: Options, training: Any, name: str) -> tuple[Any, list[Any]
 def compare(options: Options, out: Path, found: dict[str, dict[str, float]]) -> list[str]:
     """What the run has shown, in lines, which it also writes to OUT/report.json."""
     sparse, original = found["sparse"], None
-    lines = [f"non-zeros per token: {sparse['sparsity_l0']:.1f}, where --nnz is {options.nnz:g}"]
+    lines = [f"non-zeros per token in training: {sparse['sparsity_l0']:.1f}, where --nnz is {options.nnz:g}"]
     lines += [f"dead neurons: {100 * sparse['sparsity_dead']:.1f} %", f"held-out loss: {sparse['eval_loss']:.4f}"]
     if "dense" in found:
         original = json.loads((out / "dense" / "log.jsonl").read_text().partition("\n")[0])["eval_loss"]

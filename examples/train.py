@@ -86,7 +86,7 @@ def run(arguments: list[str] | None) -> int:
         how |= {"reinitialize": options.reinitialize, "every": options.observe_every}
         callbacks = [SparsityCallback(**how)]
     found = fit(model, options, training, data, callbacks)
-    fired = f", {found['sparsity_l0']:.1f} non-zeros of {neurons}" if callbacks else ""
+    fired = f", {found['sparsity_l0']:.1f} non-zeros of {neurons} in training" if callbacks else ""
     if training.process_index == 0:
         print(f"held-out loss {found['eval_loss']:.4f}{fired}; wrote {training.output_dir}/final")
     return 0

@@ -17,9 +17,15 @@ OPS = {"ffn": "forward", "train": "training"}
 
 
 def where(name: str) -> str:
-    """A paragraph that names the GPU of a file, if it is not that of the layers."""
-    gpu = gpu_of(name)
-    return "" if gpu == gpu_of(LAYER_FILE) else f"\n\nOn an {gpu}."
+    """A paragraph with the machine line of a file, if it is not that of the layers."""
+    line = machine(result(name))
+    return "" if line == machine(result(LAYER_FILE)) else f"\n\n{line}"
+
+
+def span(ratios: Sequence[float]) -> str:
+    """The least and the most."""
+    said = [f"{each:.2f}" for each in (min(ratios), max(ratios))]
+    return " to ".join(dict.fromkeys(said))
 
 
 # Layers
@@ -33,10 +39,9 @@ def measured(workload: str, variant: str, name: str = LAYER_FILE) -> Row:
     return found
 
 
-def both(row: Row, scale: float = 1, form: str = ".2f") -> str:
-    """Replays of graphs: the time of the faster dense and the row's, and their ratio."""
-    times = f"{row['ms'] * row['speedup_dense'] * scale:{form}} / {row['ms'] * scale:{form}}"
-    return f"{times}, {bold(row['speedup_dense'])}"
+def both(row: Row) -> str:
+    """Replays of graphs: ms of the faster dense and of the row, and their ratio."""
+    return f"{row['ms'] * row['speedup_dense']:.2f} / {row['ms']:.2f}, {bold(row['speedup_dense'])}"
 
 
 def layers() -> str:
@@ -58,10 +63,7 @@ def layers() -> str:
 def errors() -> str:
     """The range of errors over dense's."""
     rows = [measured(name, op) for op in OPS for name in LAYERS]
-    said = []
-    for kind in ("frobenius", "worst_row"):
-        ratios = [row[kind] / row[f"dense_{kind}"] for row in rows]
-        said.append(f"{min(ratios):.2f} to {max(ratios):.2f}")
+    said = [span([row[kind] / row[f"dense_{kind}"] for row in rows]) for kind in ("frobenius", "worst_row")]
     return f"Errors against float64 are {said[0]} times those of dense PyTorch in norm, and {said[1]} in the worst row."
 
 
@@ -90,10 +92,8 @@ def headline() -> str:
 
 
 def machines() -> str:
-    """Where the layers and the models were measured."""
-    parts = (machine(run).split("; ") for run in configurations())
-    found = dict.fromkeys(", ".join([each[0], *each[-2:]]) for each in parts)
-    return f"Layers: {machine(result(LAYER_FILE))}. Models: {'; '.join(found)}."
+    """Where the layers were measured."""
+    return machine(result(LAYER_FILE))
 
 
 def layers_elsewhere() -> str:
@@ -101,9 +101,7 @@ def layers_elsewhere() -> str:
     said = []
     for op, mean in zip(OPS, mean_speedups(OTHER_FILE), strict=True):
         gains = [measured(name, op, OTHER_FILE)["speedup_dense"] for name in LAYERS]
-        said.append(
-            f"{OPS[op]} {min(gains):.2f} to {max(gains):.2f}, {mean:.2f} in the geometric mean of the first five"
-        )
+        said.append(f"{OPS[op]} {span(gains)}, {mean:.2f} in the geometric mean of the first five")
     return f'Speed-ups by "auto": {"; ".join(said)}. {machine(result(OTHER_FILE))}'
 
 
@@ -123,24 +121,21 @@ def memory() -> str:
 
 
 def large_layer() -> str:
-    """A larger layer by "auto" beside dense, with eager calls where they were timed."""
-    calls = {("ffn", 16384): "forward", ("train", 16384): "training"}
-    calls |= {("decode", tokens): f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in (1, 16, 64)}
+    """A larger layer by "auto" beside dense, in graphs and in eager calls."""
     cells = {}
     for row in good("large_layer"):
-        if row["requested"] == "auto" and (call := (row["variant"], row["tokens"])) in calls:
-            eagerly = [f"{row[way]:.2f}" for way in ("queued_speedup", "waited_speedup") if row.get(way)]
-            cells[f"`{row['workload']}`", calls[call]] = ", ".join([both(row, 1e3, ",.0f"), *eagerly])
-    return pivot("dense / twell, us", cells) + where("large_layer")
+        if row["requested"] == "auto" and row["variant"] in OPS:
+            eagerly = [f"{row[way]:.2f}" for way in ("queued_speedup", "waited_speedup")]
+            cells[f"`{row['workload']}`", OPS[row["variant"]]] = ", ".join([both(row), *eagerly])
+    return pivot("dense / twell, ms", cells) + where("large_layer")
 
 
 def few_tokens() -> str:
-    """Layers by "auto" on few tokens."""
-    cells = {}
-    for row in good("few"):
-        if (row["variant"], row["requested"]) == ("ffn", "auto"):
-            cells[f"`{row['workload']}`", f"{row['tokens']:,}"] = f"{both(row, 1e3, '.0f')} {row['strategy']}"
-    return pivot("dense / twell, us", cells) + where("few")
+    """The least and the most that layers by "auto" gain on few tokens."""
+    rows = [row for row in good("few") if (row["variant"], row["requested"]) == ("ffn", "auto")]
+    found = by_case(rows, "tokens", each="workload")
+    gains = [f"{span([row['speedup_dense'] for row in of.values()])} with {m:,} tokens" for (m,), of in found.items()]
+    return f"{', '.join(gains)}.{where('few')}"
 
 
 def few_by_share() -> str:
@@ -160,19 +155,20 @@ def overfull() -> str:
     counts, times = ([f"{row['nnz']:.0f}" for row in rows], [f"{1 / row['speedup_dense']:.2f}" for row in rows])
     return (
         f"Training steps with {' and '.join(counts)} non-zeros per token take {' and '.join(times)} times as long as "
-        f"eager dense ones on an {gpu_of('overfull')}."
+        f"eager dense ones.{where('overfull')}"
     )
 
 
 def screen() -> str:
-    """Layers by "union" and by "union+screen", and where "auto" takes the screen."""
-    cells = {}
-    for (workload, variant), own in by_case(good("screen"), "workload", "variant", each="requested").items():
-        if workload in ("real3", "topic29", "real6", "uniform29") and {"union", SCREENED, "auto"} <= own.keys():
-            plain, ours = own["union"]["ms"], own[SCREENED]["ms"]
-            taken = " screen" if own["auto"]["strategy"] == SCREENED else ""
-            cells[f"`{workload}`", OPS[variant]] = f"{plain:.2f} / {ours:.2f}, {bold(ours / plain)}{taken}"
-    return pivot(f'"union" / "{SCREENED}", ms', cells) + where("screen")
+    """The time of "union+screen" over that of "union", and which "auto" takes."""
+    said = []
+    found = by_case(good("screen"), "workload", "variant", each="requested")
+    for workload in (name for name in LAYERS if (name, "ffn") in found):
+        own = [found[workload, op] for op in OPS]
+        ratios = " and ".join(f"{of[SCREENED]['ms'] / of['union']['ms']:.2f}" for of in own)
+        taken = all(of["auto"]["strategy"] == SCREENED for of in own)
+        said.append(f"`{workload}` {ratios}{'' if taken else ' (not taken)'}")
+    return f"{', '.join(said)}.{where('screen')}"
 
 
 # More than this of dense's time is slower.
@@ -248,12 +244,6 @@ def shapes() -> str:
 # Whole models
 
 PASSES = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
-# Tokens per ms of dense models in arXiv 2603.23198 and the change of sparse ones, forward and in training.
-PAPER = {
-    "0.5B": {"forward": "410, +17.0 %", "train": "97.3, -1.5 %"},
-    "1B": {"forward": "185, +18.1 %", "train": "48.6, +7.1 %"},
-    "1.5B": {"forward": "119, +18.8 %", "train": "31.8, +11.6 %"},
-}
 
 
 def configurations() -> list[dict[str, Any]]:
@@ -272,12 +262,10 @@ def timed(runs: Sequence[dict[str, Any]]) -> list[Row]:
     return sorted(rows, key=lambda row: (order.index(row["config"]), list(PASSES).index(row["op"])))
 
 
-def pairs(rows: Sequence[Row], kind: str = "") -> Iterator[tuple[Row, Row]]:
-    """The dense and the sparse row of each model and operation: of ``kind`` (eager, compiled), or the faster."""
+def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """The faster dense and the faster sparse row of each model and operation."""
     for own in by_case(rows, "config", "op").values():
-        sides = [
-            [row for name, row in own.items() if name.startswith(f"{what} {kind}")] for what in ("dense", "sparse")
-        ]
+        sides = [[row for name, row in own.items() if name.startswith(what)] for what in ("dense", "sparse")]
         if all(sides):
             theirs, ours = (min(found, key=lambda row: float(row["ms"])) for found in sides)
             yield theirs, ours
@@ -298,22 +286,8 @@ def models() -> str:
             cells.append(" / ".join(f"{value:{form}}" for value in values))
         rows.append(cells)
     header = ["model (non-zeros)", "pass", "ms: dense / twell", "speed-up", "mJ per token", "peak GB"]
-    return markdown(header, "llrrrr", rows)
-
-
-def beside_paper() -> str:
-    """Tokens per ms of dense models, the paper's and eager ones here, and how they change when sparse."""
-    cells: dict[tuple[str, str], str] = {}
-    for dense, sparse in pairs(timed(configurations()), "eager"):
-        config, op = sparse["config"], sparse["op"]
-        if op in PAPER.get(config, ()):
-            said = {"forward": "forward", "train": "training"}[op]
-            before, now = dense["tokens_per_ms"], sparse["tokens_per_ms"]
-            # no minus sign before 0.0
-            change = round(100 * (now / before - 1), 1) + 0.0
-            cells[config, f"{said}: paper"] = PAPER[config][op]
-            cells[config, f"{said}: twell"] = f"{before:.0f}, {change:+.1f} %"
-    return pivot("eager models", cells)
+    others = dict.fromkeys(where(path.stem) for path in sorted(RESULTS.glob("paper_configs*.json")))
+    return markdown(header, "llrrrr", rows) + "".join(others)
 
 
 def several_gpus() -> str:
@@ -325,4 +299,4 @@ def several_gpus() -> str:
             for kind in ("compiled", "eager"):
                 dense, ours = (own[f"{side} {kind}"]["ms"] for side in ("dense", "sparse"))
                 cells[said, f"{count} GPUs, {kind}"] = f"{dense:.0f} / {ours:.0f}, {bold(dense / ours)}"
-    return f"{pivot('ms: dense / twell', cells)}\n\nEmpty: not measured. {machine(result('parallel2'))}"
+    return f"{pivot('ms: dense / twell', cells)}\n\n{machine(result('parallel2'))}"

@@ -343,11 +343,16 @@ def require_writable(path: Path | None) -> None:
 Option = tuple[Any, Any, str]
 
 
+def written(default: Any) -> str:
+    """A default as one writes it on a command line."""
+    return " ".join(map(written, default)) if isinstance(default, list) else str(default)
+
+
 def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option], seconds: float) -> None:
     """Add the options of a bench by their table, and those that every bench has."""
     add = parser.add_argument
     for flag, (kind, default, said) in options.items():
-        how: dict[str, Any] = {"default": default, "help": f"{said} (%(default)s)" if default else said}
+        how: dict[str, Any] = {"default": default, "help": f"{said} ({written(default)})" if default else said}
         if isinstance(default, list):
             how["nargs"] = "+"
         if kind is bool:

@@ -93,11 +93,11 @@ def experts() -> str:
     """Layers of experts of one shape, by sequences that decode."""
     rows = []
     for (sequences,), of in by_case(result("experts")["rows"], "sequences").items():
-        times = [f"{of[variant]['us']:.0f}" for variant in ("grouped products", '"dense"', '"auto"')]
+        times = [f"{of[variant]['us']:.0f}" for variant in ("grouped products", '"auto"')]
         auto = of['"auto"']
         rows.append([f"{sequences:,}", f"{auto['touched']:.0f}", *times, bold(auto["over_grouped"])])
     products = "grouped products"
-    header = ["sequences", "experts touched", f"{products}, us", '"dense", us', '"auto", us', f"over {products}"]
+    header = ["sequences", "experts touched", f"{products}, us", '"auto", us', f"over {products}"]
     return signed(markdown(header, "r" * len(header), rows), "experts")
 
 
@@ -117,25 +117,29 @@ def experts_elsewhere() -> str:
 
 
 def adapters() -> str:
-    """Speed-ups of layers with adapters over dense ones: a column for calls in graphs, and one for eager calls."""
+    """Speed-ups of layers with adapters over dense ones, in graphs and in eager calls."""
     own = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
-    rows = []
-    for (workload, *which), of in by_case(own, "workload", "pass", "adapters", each="how").items():
-        rows.append([f"`{workload}`", *which, *(f"{of[how]['gain']:.2f}" for how in ("graph", "queued"))])
-    header = ["workload", "pass", "adapters", "speed-up in graphs", "eager"]
-    return signed(markdown(header, "lllrr", rows), "adapters")
+    cells = {}
+    for (workload, op, dtype), of in by_case(own, "workload", "pass", "adapters", each="how").items():
+        cells[f"`{workload}`, {dtype}", op] = ", ".join(f"{of[how]['gain']:.2f}" for how in ("graph", "queued"))
+    return signed(pivot("workload, adapters", cells), "adapters")
 
 
 def portable_calls() -> str:
-    """Whole calls of the portable family beside Hopper's and dense."""
-    cells = {}
+    """How long calls of the portable family take beside Hopper's, and how fast its layers are beside dense."""
+    slower: dict[bool, list[float]] = {}
+    gains: dict[str, list[float]] = {}
     for row in result("portable")["rows"]:
-        us, call = row["us"], re.sub(r"\b1 tokens", "1 token", row["call"])
-        dense = [time for name, time in us.items() if name.startswith("dense")]
-        times = f"{us['hopper']:,.1f} / {us['portable']:,.1f}, {us['portable'] / us['hopper']:.2f}"
-        times += f", {bold(min(dense) / us['portable'])}" if dense else ""
-        cells[call, f"`{row['workload']}`"] = times
-    return signed(pivot("Hopper / portable, us", cells), "portable")
+        us, few = row["us"], "token" in row["call"]
+        slower.setdefault(few, []).append(us["portable"] / us["hopper"])
+        if dense := [time for name, time in us.items() if name.startswith("dense")]:
+            gains.setdefault("few tokens" if few else row["call"], []).append(min(dense) / us["portable"])
+    said = [f"{call} {figures.span(each)}" for call, each in gains.items()]
+    return (
+        f"Calls of 16,384 tokens take {figures.span(slower[False])} times as long as by Hopper's kernels, of 1 to 64 "
+        f"tokens {figures.span(slower[True])} times. The portable layers' speed over the faster of eager and compiled "
+        f"dense PyTorch: {', '.join(said)}. {machine(result('portable'))}"
+    )
 
 
 def most_nonzeros() -> str:
@@ -171,14 +175,12 @@ def e4m3() -> str:
             f"{size}: microseconds of a call in CUDA graphs, x quantised within. Dense fp8 is the fastest form of "
             "`torch._scaled_mm` with passes that quantise, bf16 twell the fastest strategy in 16 bits:",
             e4m3_speed("float8"),
+            e4m3_errors(),
             f"Few tokens, {large}, with weights that are not in L2:",
-            e4m3_speed("float8_large", tokens=(1, 64, 256)),
+            e4m3_speed("float8_large", tokens=(1, 64)),
             "Decoding by a layer of 128 experts, 6 for each token, of Nemotron 3 Nano's sizes (K = 2,688, N = 1,856), "
             "where 9.3 % of the neurons fire. Routes and zeros are drawn. Grouped products are PyTorch's:",
-            e4m3_experts(),
-            "Relative errors over 1,024 tokens, the least and the most of the layers of the first table; the layer in "
-            "float64 has the weights before they were quantised:",
-            signed(e4m3_errors(), "float8", "float8_large", "float8_experts", between=". And "),
+            signed(e4m3_experts(), "float8", "float8_large", "float8_experts", between=". And "),
         ]
     )
 
@@ -208,14 +210,17 @@ def e4m3_speed(name: str, tokens: Sequence[int] = ()) -> str:
 
 def e4m3_errors() -> str:
     """Errors beside float64 of the weights before they were quantised, and beside the formula; the range of layers."""
-    names = {"bfloat16 dense": "bf16 dense", 'bfloat16 "row"': 'bf16 "row"', f"{FP8}, two products": FP8}
-    names |= {'"row"': 'e4m3 "row"', '"union"': 'e4m3 "union"'}
-    rows = []
-    for name, said in names.items():
-        own = [of[name] for of in e4m3_layers("float8") if name in of]
-        errors = ([row[kind] for row in own if row[kind] is not None] for kind in ("original", "error"))
-        rows.append([said, *(f"{min(of):.4f} to {max(of):.4f}" if of else "" for of in errors)])
-    return markdown(["", "from the layer in float64", "from the formula"], "lrr", rows)
+    names = {"bfloat16 dense": "bf16 dense", f"{FP8}, two products": FP8, '"row"': '"row"', '"union"': '"union"'}
+
+    def said(kind: str) -> str:
+        errors = {name: [of[name][kind] for of in e4m3_layers("float8") if name in of] for name in names}
+        own = {names[name]: [error for error in of if error is not None] for name, of in errors.items()}
+        return ", ".join(f"{name} {min(of):.4f} to {max(of):.4f}" for name, of in own.items() if of)
+
+    return (
+        "Relative errors of these layers over 1,024 tokens, the least and the most. From the layer in float64, with "
+        f"the weights before they were quantised: {said('original')}. From the formula: {said('error')}."
+    )
 
 
 def e4m3_experts() -> str:
@@ -287,11 +292,11 @@ def beside_others() -> str:
     ]
     cells = []
     for other, what, times in found:
-        spans = [f"{min(each):.2f} to {max(each):.2f}" if each else "" for each in times]
+        spans = [figures.span(each) if each else "" for each in times]
         cells.append([other, what, *spans, *[""] * (3 - len(spans))])
     table = markdown(["other way", "what was timed", "in graphs", "eager, queued", "waited for"], "llrrr", cells)
-    elsewhere = ", ".join(f"`{name}`" for name in ("experts", "adapters") if gpu_of(name) != "H200")
-    return f"{table}\n\nOn an H200{f', {elsewhere} on an H100' if elsewhere else ''}."
+    elsewhere = " and ".join(f"`{name}`" for name in ("experts", "adapters") if gpu_of(name) != "H200")
+    return f"{table}\n\nMeasured on an H200{f', {elsewhere} on an H100' if elsewhere else ''}."
 
 
 def results() -> str:
@@ -319,7 +324,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "most non-zeros": most_nonzeros,
     "several GPUs": figures.several_gpus,
     "models": figures.models,
-    "beside the paper": figures.beside_paper,
     "beside others": beside_others,
     "portable calls": portable_calls,
     "adapters": adapters,

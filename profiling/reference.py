@@ -9,13 +9,14 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import twell
+
 # Modules of docs/api.md, and the commands of docs/command-line.md.
 MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.nn.distributed")
 COMMANDS = ("demo", "info", "tune", "analyze")
-# What functions return, and a base: the site has them.
-RETURNED = {"Analysis", "Aux", "CompactionReport", "Firing", "FiringCounts", "LayerStats", "SparseFFN", "SparsityStats"}
-# arguments of a command that are a table; fewer are named, and explained by --help
-MANY = 7
+# What functions return or make, and a base: the site has them.
+RETURNED = {"Analysis", "Aux", "CompactionReport", "Firing", "FiringCounts", "Float8MLP", "LayerStats", "PackedTwell"}
+RETURNED |= {"SparseFFN", "SparsityStats"}
 
 
 @functools.cache
@@ -52,15 +53,12 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def command(name: str) -> str:
-    """A command's description and a table of its arguments, or a line that names few."""
+    """A command's description and its arguments, which ``--help`` explains."""
     parser = parser_of(name)
-    formatter = parser._get_formatter()
     groups = (group._group_actions for group in parser._action_groups)
     shown = [a for actions in groups for a in actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
-    rows = [f"| `{called(action)}` | {cell(formatter._expand_help(action))} |" for action in shown]
-    table = ["| argument | |", "|---|---|", *rows]
-    few = [f"Arguments: {', '.join(f'`{called(action)}`' for action in shown)}."]
-    return "\n".join([cell(parser.description or ""), "", *(table if len(rows) >= MANY else few)])
+    given = ", ".join(f"`{called(action)}`" for action in shown)
+    return f"{escaped(' '.join((parser.description or '').split()))}\n\nArguments: {given}."
 
 
 def called(action: argparse.Action) -> str:
@@ -75,11 +73,6 @@ def called(action: argparse.Action) -> str:
     elif action.nargs in ("+", "*"):
         value = f"{value} ..."
     return f"{', '.join(action.option_strings)} {value}".strip()
-
-
-def cell(text: str) -> str:
-    """Plain text as one line of Markdown."""
-    return escaped(" ".join(text.split()))
 
 
 def escaped(text: str) -> str:
@@ -99,7 +92,7 @@ def names(module: str) -> str:
     """A table of public names, with the first paragraph of each docstring."""
     rows, first = [], dict[str, str]()
     for name, thing, text in described(module):
-        if name in RETURNED:
+        if name in RETURNED or (module != "twell" and thing is getattr(twell, name, None)):
             continue
         given = arguments(thing)
         # classes of one base share their arguments

@@ -28,6 +28,9 @@ the same layer in bfloat16, dense and sparse, and dense fp8: torch._scaled_mm wi
 the package and others in Triton, gate and up in one product or in two. Weights of several layers are read in turn,
 whose gates exceed L2, and each call of up to 256 tokens has others. A right result is as close to the formula in
 float64 as dense fp8 is, or in bfloat16 to the layer in float64 as dense bfloat16 is.
+
+us is the median of CUDA graphs, over_dense the time of the fastest dense fp8 over it, nonzeros of e4m3 gates, error
+relative to the formula in float64, and original to float64 of the weights before they were quantised.
 """
 # bytes of gates that calls go through before they read the same again
 _BEYOND_L2 = 200 << 20
@@ -36,9 +39,6 @@ CALLS, FEW, CHECKED = 32, 256, 1024
 DENSE, BF16, BF16_DENSE = "dense fp8", "bfloat16", "bfloat16 dense"
 
 
-# us: the median of CUDA graphs. over_dense: the time of the fastest dense fp8 over it. nonzeros, union, heaviest: of
-# e4m3 gates, as in ``choose.rates.Figures``. error: relative to the formula in float64. original: to float64 of the
-# weights before they were quantised.
 GRAPH = Way("graph", "us", "over_dense", 1e3)
 SHOWN = ("workload", "variant", "strategy", "m", "k", "n", "nonzeros", "us", "over_dense", "error", "original")
 

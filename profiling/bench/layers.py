@@ -41,6 +41,14 @@ checkout of SakanaAI/sparser-faster-llms in PYTHONPATH, which CUDA graphs do not
 
 --workload: {", ".join(WORKLOADS)}, drawn by name; {",".join(f"{key}=" for key in EXPLAINED)}, drawn, of which
 nnz is required; real:FOLDER, real:FOLDER/3, recorded layers (python -m profiling.record), of their own sizes
+
+columns of the table:
+requested, strategy   of --strategy, and what "auto" ran of it in graphs; eager_strategy: what it ran in eager calls
+ms, queued_ms         medians of graphs and of eager calls in a row; waited_ms: of eager calls that are waited for
+speedup_dense         the time of the faster dense layer, faster_dense, over ms; *_speedup: the same of eager calls
+floor_ms              the least time of the products and bytes that the strategy needs, by the GPU's measured rates
+error, worst          in norm and of the worst row, over dense PyTorch's; in training of the furthest gradient
+kept_bytes            that a training step keeps for backward; peak_bytes: the peak of a call
 """
 # Tokens, hidden size and neurons on a GPU and on a CPU, and tokens of decode.
 SIZES, CPU_SIZES = (16384, testing.PAPER_HIDDEN, testing.PAPER_NEURONS), (512, 256, 1408)

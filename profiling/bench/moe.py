@@ -27,6 +27,9 @@ Time a layer of routed experts at some numbers of sequences that decode, one tok
 "row", "dense" and "auto", and torch's grouped products. Routes and zeros are drawn, at the share that fires. Each call
 of a graph has other tokens and other routes, and the weights exceed L2. A right result is as close to float64 as dense
 products are. With e4m3 weights the float64 answer is of what these stand for.
+
+us is the median of CUDA graphs, over_grouped the time of grouped products over it, and over_copy that of two or three
+dense products that read each weight that is touched once, at the rate of a copy. floor_us is to read what must be.
 """
 
 
@@ -50,8 +53,6 @@ CALLS = 16
 GROUPED = "grouped products"
 
 
-# us: the median of CUDA graphs. over_grouped: the time of grouped products over it. over_copy: that of two or three
-# dense products that read each weight that is touched once, at the rate of a copy. floor_us: to read what must be.
 GRAPH = Way("graph", "us", "over_grouped", 1e3)
 SHOWN = (
     "shape", "variant", "sequences", "firing", "skew", "touched", "us", "over_grouped", "over_copy", "floor_us",

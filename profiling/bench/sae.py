@@ -24,6 +24,9 @@ alike, or at a log-normal rate: ln(rate) has a standard deviation of 2, and no r
 largest of each token; dense PyTorch scatters torch.topk. A training step has the gradients of weights and biases, that
 of b_dec through y alone, and not of x. A right result is as close to float64 as dense PyTorch is, on drawn tokens and
 neurons whose choices no rounding decides.
+
+ms is the median of CUDA graphs, queued_ms of eager calls among many in a row. peak_bytes is of a training step, with
+weights, gradients, x and dy. error is of y or the gradient that is furthest off, over that of dense PyTorch.
 """
 OPS = ("forward", "training")
 STRATEGIES = ("row", "union", "auto", SCREENED)
@@ -31,8 +34,6 @@ STRATEGIES = ("row", "union", "auto", SCREENED)
 MOST_TOPK = 65_536
 
 
-# ms: the median of CUDA graphs; queued_ms: of eager calls among many in a row. peak_bytes: of a training step, with
-# weights, gradients, x and dy. error: of y or the gradient that is furthest off, over that of dense PyTorch.
 GRAPH, QUEUED = Way("graph", "ms", "over_dense"), Way("queued", "queued_ms", "queued_over_dense", share=0.5, least=4)
 SHOWN = (
     "pattern", "op", "n", "variant", "strategy", "nonzeros", "ms", "over_dense", "queued_ms", "queued_over_dense",

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from profiling.engine import one
 from profiling.engine.models import DRAWN, LENGTH
-from profiling.harness import Row, write_json
+from profiling.harness import Row, write_json, written
 from twell import testing
 
 # Options of the engines of each name; those named first run without twell.
@@ -135,14 +135,19 @@ def said(row: Row) -> str:
 
 def main() -> int:
     """Measure the engines, print a line for each workload and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m profiling.engine",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
     add("--model", choices=DRAWN, default="large", help="(%(default)s)")
     add("--nnz", type=float, help="mean non-zeros per token of a model without experts (the paper's share)")
     add("--work", type=Path, required=True, metavar="FOLDER", help="for models, logs and caches")
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
-    add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME", help="(%(default)s)")
-    add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help="sequences that decode (%(default)s)")
+    all_names, decoded = written(list(ENGINES)), f"sequences that decode ({written(list(SIZES))})"
+    add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME", help=f"({all_names})")
+    add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help=decoded)
     add("--new", type=int, default=32, metavar="N", help="tokens that each makes (%(default)s)")
     add("--runs", type=int, default=3, metavar="N", help="timed runs (%(default)s)")
     add("--prompts", type=int, default=64, metavar="N", help="prompts of 2,048 tokens (%(default)s)")

@@ -202,9 +202,6 @@ def test_each_command_has_its_section() -> None:
 
 
 def test_citations_name_this_version_and_its_date() -> None:
-    entry = re.search(r"version *= \{(.*?)\}", (DOCS / "develop.md").read_text(encoding="utf-8"))
-    assert entry
-    assert entry[1] == twell.__version__
     citation = ROOT / "CITATION.cff"
     if not citation.exists():
         pytest.skip("an archive of the sources without it")

@@ -104,7 +104,7 @@ def test_a_llama_learns_and_goes_on_with_the_same_bits(
 ) -> None:
     assert run(*SPARSE, out="whole") == 0
     whole = tmp_path / "whole"
-    assert "non-zeros of 64; wrote" in capsys.readouterr().out
+    assert "non-zeros of 64 in training; wrote" in capsys.readouterr().out
     lines = log(whole)
     losses = [line["loss"] for line in lines if "loss" in line]
     assert len(losses) == 6

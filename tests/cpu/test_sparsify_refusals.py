@@ -310,7 +310,7 @@ def put(name: str, make: Callable[[Any], object]) -> Callable[[Any], None]:
             lambda m: m.up_proj.register_parameter("scale", nn.Parameter(torch.ones(1))),
             r"up_proj must have a weight \[264, 32\] and a bias alone, .* got .*; scale, a Parameter \[1\]",
         ),
-        (Gated, put("norm", lambda _: nn.LayerNorm(K)), r"got beside them act_fn \(ReLU\), norm \(LayerNorm\)"),
+        (Gated, put("norm", lambda _: nn.LayerNorm(K)), r"got beside them norm \(LayerNorm\)"),
         (Wi, put("dropout", lambda _: nn.Sequential(nn.Dropout(0.1))), "it draws random numbers, as a dropout does"),
         (Gated, lambda m: m.register_buffer("mask", torch.ones(N)), "got beside them mask"),
         (Gated, put("act_fn", lambda _: nn.PReLU()), r"got beside them act_fn \(PReLU\)"),

@@ -31,10 +31,10 @@ class SparsityTracker:
                 stats = tracker.read()
 
     L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons come
-    from observed steps: the first step watched and the multiples of ``every``. They compute each layer's gate once
-    more, as ``twell.count_firing`` does. A projection that is more than its weight, as an adapter is, is called for
-    that, and its dropout draws another mask. The counts of ``window`` observed steps make a window, and figures are
-    those of the last complete window. Padding counts.
+    from observed steps: the first step watched and the multiples of ``every``. An observed step costs one more product
+    with each layer's gate weight, as ``twell.count_firing`` does. A projection that is more than its weight, as an
+    adapter is, is called for that, and its dropout draws another mask. The counts of ``window`` observed steps make a
+    window, and figures are those of the last complete window. Padding counts.
 
     Only ``read`` waits for the device. Only calls in training mode count, without the recomputation of activation
     checkpointing. Make the tracker after pre-hooks that change the inputs of layers, on original modules, before

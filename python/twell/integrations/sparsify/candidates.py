@@ -290,10 +290,10 @@ def _beyond_a_layer(module: nn.Module, form: Form) -> str:
     """What of a module no layer would have; "" if there is nothing."""
     others = {key: m for key, m in module._modules.items() if m is not None and key not in form.children}
     others = {key: m for key, m in others.items() if type(m) not in (nn.Identity, nn.Dropout)}
-    state = [*module._parameters, *module._buffers, *(key for key, m in others.items() if _has_state(m))]
-    if state or any("." in child for child in form.children):
-        got = [*module._parameters, *module._buffers, *(f"{key} ({type(m).__name__})" for key, m in others.items())]
-        return f"it must have {', '.join(form.children)} and an activation alone, got beside them {', '.join(got)}"
+    state = [*module._parameters, *module._buffers]
+    state += [f"{key} ({type(m).__name__})" for key, m in others.items() if _has_state(m)]
+    if state:
+        return f"it must have {', '.join(form.children)} and an activation alone, got beside them {', '.join(state)}"
     if beside := list(inspect.signature(type(module).forward).parameters)[2:]:
         return f"its forward takes {', '.join(beside)} besides x"
     own = {name for base in type(module).__mro__[:-1] if not of_torch(base) for name in vars(base)} - WITHOUT_METHODS
