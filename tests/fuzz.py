@@ -2,6 +2,7 @@
 
     python -m tests.fuzz --budget-s 300 --seed 1 --json fuzz.json
     python -m tests.fuzz --kinds experts given --portable
+    python -m tests.fuzz --threads 4 --budget-s 540
     python -m tests.fuzz --replay 1:357
     python -m tests.fuzz --replay "layer m=128 n=136 density=1.0 wants=all mains=True"
 
@@ -10,13 +11,18 @@ kernels, and of nothing else. Half of the cases are integers whose every sum fp3
 one right answer, float64's, rounded once, and bits must match. The others are real numbers, each held to bounds that
 follow from where the strategies promise to round.
 
+With several threads, each with a stream of its own, a round gives each a case, which it calls --calls + 1 times beside
+the others: all have the bits of the first, which is checked. Nothing is captured, and no setting of the whole process
+changes. Between rounds, when nothing runs, memory may not have grown by more than GROWTH_MB since it settled.
+
 A mismatch prints its line, which belongs into tests/cases/pinned.txt once it is understood, and the command that
 repeats it. --json adds the run to those of a file, in place of one of its seed: counts of cases, the largest errors as
-shares of the bounds, mismatches. Exit status 1 after mismatches, 3 after a hang.
+shares of the bounds, mismatches. Exit status 1 after mismatches or where memory grows, 3 after a hang.
 """
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import os
@@ -25,7 +31,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +45,17 @@ import torch
 from tests import family
 from tests.cases.drawn import Limits, draw
 from tests.cases.judged import Result
-from tests.cases.verdicts import attempt
+from tests.cases.verdicts import attempt, judge, same_bits, spoil, tensors
 from twell import testing
 from twell.choose import rates
+from twell.testing.calls import caller
 from twell.testing.case import KINDS, Case
+from twell.testing.operands import build, laid_out
 
 MOST_MISMATCHES = 10
+# rounds of threads before memory counts, and what it may gain then
+SETTLED = 8
+GROWTH_MB = {"GPU": 256, "host": 2048}
 Record = dict[str, Any]
 
 
@@ -93,6 +106,68 @@ def give_back(device: torch.device) -> None:
         most = torch.cuda.get_device_properties(device).total_memory // 2
         if torch.cuda.memory_reserved(device) > most:
             torch.cuda.empty_cache()
+
+
+class Own(threading.local):
+    """The stream of a thread, always the same: cuBLAS keeps memory for each pair of them."""
+
+    stream: Any = None
+
+    def begin(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+OWN = Own()
+
+
+def repeat(case: Case, device: torch.device, result: Result, calls: int) -> None:
+    """Call a case on this thread's stream, and so many times more; a measuring "auto" may change its choice."""
+    with torch.cuda.stream(OWN.stream):
+        o = build(case, device)
+        operands = laid_out(case, o)
+        call, keep = caller(case, operands), tensors(o) + tensors(operands)
+        with torch.autocast(device.type, case.torch_dtype, enabled=case.autocast):
+            outputs = {name: t.clone() for name, t in call().items()}
+            for i in range(calls):
+                again = call()
+                if case.strategy == "site":
+                    outputs = {name: t.clone() for name, t in again.items()}
+                else:
+                    same_bits(again, outputs, f"call {i + 2}")
+                spoil(again, keep)
+                del again
+        judge(case, o, operands, outputs, result)
+        if OWN.stream is not None:
+            OWN.stream.synchronize()
+
+
+def megabytes(device: torch.device) -> dict[str, float]:
+    """Memory of torch on the GPU, and of the process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    on_gpu = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return {"GPU": on_gpu / 1e6, "host": pages * os.sysconf("SC_PAGE_SIZE") / 1e6}
+
+
+class Memory:
+    """Memory between rounds, in MB: when it had settled, and the most since then."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.settled: dict[str, float] = {}
+        self.most: dict[str, float] = {}
+
+    def grown(self, device: torch.device) -> list[str]:
+        """Count a round; what grew by too much."""
+        gc.collect()
+        self.rounds, now = self.rounds + 1, megabytes(device)
+        if self.rounds <= SETTLED:
+            self.settled, self.most = now, now
+        self.most = {name: max(self.most[name], now[name]) for name in now}
+        return [
+            f"memory of the {name} grew from {self.settled[name]:.0f} to {now[name]:.0f} MB in {self.rounds} rounds"
+            for name, most in GROWTH_MB.items()
+            if now[name] > self.settled[name] + most
+        ]
 
 
 def prepare(device: torch.device, portable: bool, jit: bool = False) -> Limits:
@@ -162,6 +237,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jit", action="store_true", help="hidden sizes as well that no packaged kernel has")
     parser.add_argument("--portable", action="store_true", help=family.HELP)
     parser.add_argument("--few", action="store_true", help="tokens of decoding alone, up to 64")
+    parser.add_argument("--threads", type=int, default=1, help="threads, each with a stream (%(default)s)")
+    parser.add_argument("--calls", type=int, default=30, help="further calls of a case of a thread (%(default)s)")
     parser.add_argument("--limit-s", type=float, default=120, help="seconds after which a case hangs (%(default)s)")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS), help="kinds to draw (all)")
     parser.add_argument("--replay", metavar="CASE", help="run this one case, SEED:NUMBER or a line")
@@ -171,6 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         ("--budget-s", arguments.budget_s),
         ("--cases", arguments.cases),
         ("--limit-s", arguments.limit_s),
+        ("--threads", arguments.threads),
     ):
         if value is not None and not value > 0:
             parser.error(f"{name} must be above 0, got {value:g}")
@@ -195,22 +273,34 @@ def main(argv: list[str] | None = None) -> int:
         return int(result.verdict != "ok")
 
     watchdog, done, found, start = Watchdog(arguments.limit_s), list[tuple[Case, Result]](), 0, time.monotonic()
-    while len(done) != arguments.cases and time.monotonic() - start < arguments.budget_s:
-        number = len(done)
-        case = draw(arguments.seed, number, limits, kinds)
-        again = f"python -m tests.fuzz --replay '{case}'{flags}"
-        with watchdog.over(again):
-            result = attempt(case, device)
-        done.append((case, result))
-        if result.verdict != "ok":
-            found += 1
-            print(f"WRONG {arguments.seed}:{number} {case}\n  {result.verdict}\n  {again}", flush=True)
-            if found >= MOST_MISMATCHES or not usable(device):
+    threads, memory = arguments.threads, Memory()
+    run_case = attempt if threads == 1 else partial(attempt, run=partial(repeat, calls=arguments.calls))
+    limits = limits if threads == 1 else limits._replace(graphs=False)
+    with ThreadPoolExecutor(threads, initializer=OWN.begin, initargs=(device,)) as pool:
+        while len(done) < (arguments.cases or math.inf) and time.monotonic() - start < arguments.budget_s:
+            taken = [draw(arguments.seed, len(done) + i, limits, kinds) for i in range(threads)]
+            again = [f"python -m tests.fuzz --replay '{case}'{flags}" for case in taken]
+            with watchdog.over("; ".join(again)):
+                # alone in the main thread, whose settings cases may change
+                results = [run_case(taken[0], device)] if threads == 1 else [*pool.map(run_case, taken, [device] * threads)]
+            for case, result, command in zip(taken, results, again):
+                if result.verdict != "ok":
+                    found += 1
+                    number = len(done)
+                    print(f"WRONG {arguments.seed}:{number} {case}\n  {result.verdict}\n  {command}", flush=True)
+                done.append((case, result))
+            grown = memory.grown(device) if threads > 1 else []
+            for said in grown:
+                print(f"WRONG {said}", flush=True)
+            found += len(grown)
+            if found >= MOST_MISMATCHES or grown or (found and not usable(device)):
                 print("stopping here", flush=True)
                 break
-        give_back(device)
+            give_back(device)
     seconds = round(time.monotonic() - start, 3)
     run = {**header(device, vars(arguments)), "seconds": seconds, **counted(arguments.seed, done)}
+    if threads > 1:
+        run["memory_mb"] = {"settled": memory.settled, "most": memory.most}
     if arguments.json is not None:
         add(arguments.json, run)
     for name, (ratio, where) in sorted(run["worst"].items()):

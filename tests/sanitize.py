@@ -3,7 +3,6 @@
     python tests/sanitize.py --op row --case light "heavy rows"
     python tests/sanitize.py --tool memcheck --portable
     python tests/sanitize.py --tool racecheck --op training mains --limit-s 120
-    python tests/sanitize.py --repeats 1000
 
 With ``--tool`` this program runs itself under compute-sanitizer: the reports before a line are of it. An operator that
 has used up ``--limit-s`` seconds leaves its other cases out, and says so.
@@ -40,43 +39,27 @@ from twell.testing.calls import Outputs, caller
 from twell.testing.case import KINDS, Case
 from twell.testing.operands import build, laid_out
 
-_UNION = ("compact", "sampled_up", "gathered")
-_BACKWARD = ("overflow", "sampled_grad", "rank", "transpose", "weight_grad")
-_EXPERTS = ("decode", *(f"expert_{part}" for part in ("pairs", "pack", "union", "gathered", "sum")))
-
-# What is run: fields of its cases, and the kernels that they launch. Three are operators alone.
-OPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "pack": ("pack", ("gate_pack", "unpack")),
-    "row": ("layer aux=True", ("gate_pack", "up_down_token", "decode")),
-    "union": ("layer strategy=union aux=True", ("gate_pack", *_UNION, "decode")),
-    "screen": (
-        "layer strategy=union+screen aux=True",
-        ("quantize_gate", "gate_screen", "list_candidates", "sampled_gate", *_UNION),
-    ),
-    "levels": (
-        "layer activation=fatrelu threshold=1.0 by_neuron=True strategy=union",
-        ("gate_pack", *_UNION, "decode"),
-    ),
-    "top_k": ("layer gated=False activation=topk top=9", ("top_k", "pack", "up_down_token")),
-    "training": ("layer strategy=union wants=all aux=True l1=True", ("gate_pack", *_UNION, *_BACKWARD)),
-    "mains": ("layer strategy=union wants=all aux=True mains=True", ("gate_pack", *_UNION, *_BACKWARD)),
-    "given": ("given", ("pack", "up_down_token")),
-    "given_training": ("given strategy=union wants=all aux=True l1=True", ("pack", "scatter", *_UNION, *_BACKWARD)),
-    "kept": ("kept", ("gate_pack", *_UNION, "overflow")),
-    "experts": ("experts experts=3 slots=3 absent=0.1", (*_EXPERTS, "expert_down")),
-    "experts_alone": (
-        "experts experts=3 slots=3 strategy=row+invariant",
-        ("expert_pairs", "expert_pack", "expert_down"),
-    ),
-    "float8_row": ("layer scales=row tokens=e4m3", ("gate_pack", "up_down_token", "decode")),
-    "float8_union": (
-        "layer scales=row tokens=static strategy=union",
-        ("quantize_tokens", "gate_pack", *_UNION, "decode"),
-    ),
-    "float8_experts": ("experts experts=3 slots=3 absent=0.1 scales=row tokens=e4m3 gated=False", _EXPERTS[1:]),
-    "window": ("", ("window",)),
-    "reglu": ("", ("reglu",)),
-    "matrix_transpose": ("", ("matrix_transpose",)),
+# What is run: fields of its cases. Three are operators alone.
+OPS: dict[str, str] = {
+    "pack": "pack",
+    "row": "layer aux=True",
+    "union": "layer strategy=union aux=True",
+    "screen": "layer strategy=union+screen aux=True",
+    "levels": "layer activation=fatrelu threshold=1.0 by_neuron=True strategy=union",
+    "top_k": "layer gated=False activation=topk top=9",
+    "training": "layer strategy=union wants=all aux=True l1=True",
+    "mains": "layer strategy=union wants=all aux=True mains=True",
+    "given": "given",
+    "given_training": "given strategy=union wants=all aux=True l1=True",
+    "kept": "kept",
+    "experts": "experts experts=3 slots=3 absent=0.1",
+    "experts_alone": "experts experts=3 slots=3 strategy=row+invariant",
+    "float8_row": "layer scales=row tokens=e4m3",
+    "float8_union": "layer scales=row tokens=static strategy=union",
+    "float8_experts": "experts experts=3 slots=3 absent=0.1 scales=row tokens=e4m3 gated=False",
+    "window": "",
+    "reglu": "",
+    "matrix_transpose": "",
 }
 
 # What a case has besides, as far as its kind has it.
@@ -134,7 +117,7 @@ def fields(size: str) -> dict[str, str]:
 
 
 def cases(op: str, size: str) -> Iterator[Case]:
-    kind, *own = OPS[op][0].split()
+    kind, *own = OPS[op].split()
     words = dict(word.split("=") for word in SIZES[size].split())
     words = {
         name: value
@@ -162,12 +145,12 @@ def moved_to(device: str, t: Any) -> Any:
 
 def calls(op: str, size: str, device: str) -> Iterator[tuple[Any, Any]]:
     """Calls with operands on ``device``, each with what judges its results on the CPU."""
-    for case in cases(op, size) if OPS[op][0] else ():
+    for case in cases(op, size) if OPS[op] else ():
         o = build(case)
         operands = laid_out(case, o)
         call = caller(case, {name: moved_to(device, t) for name, t in operands.items()})
         yield call, lambda found, case=case, o=o, operands=operands: judge(case, o, operands, found, Result())
-    if not OPS[op][0]:
+    if not OPS[op]:
         words = fields(size)
         m, k, n = (int(words[name]) for name in "mkn")
         problem = testing.integer_problem(m, k, n, dtype=torch.float16 if "fp16" in words.values() else torch.bfloat16)
@@ -199,18 +182,15 @@ ALONE = {"reglu": reglu, "window": window, "matrix_transpose": matrix_transpose}
 
 
 @torch.no_grad()
-def check(op: str, size: str, repeats: int = 0) -> None:
-    """Run the calls of an operator on the GPU, and ``repeats`` times more; raises if one is wrong, or once another."""
+def check(op: str, size: str) -> None:
+    """Run the calls of an operator on the GPU; raises if one is wrong."""
     # slices of two token tiles, so that there are several
     with mock.patch.object(geometry, "UNION_ENTRIES", 2 * geometry.TOKEN_TILE * int(fields(size)["n"])):
         for call, right in calls(op, size, "cuda"):
-            first = call()
-            right({name: t.cpu() for name, t in first.items()})
-            for _ in range(repeats):
-                same_bits(call(), first, "a run")
+            right({name: t.cpu() for name, t in call().items()})
 
 
-def run_here(names: list[str], sizes: list[str], limit_s: float, repeats: int = 0) -> int:
+def run_here(names: list[str], sizes: list[str], limit_s: float) -> int:
     """Run the checks in this process; return the exit status. None runs after a fault that ends the GPU's."""
     wrong, late = 0, 0
     for op in names:
@@ -221,7 +201,7 @@ def run_here(names: list[str], sizes: list[str], limit_s: float, repeats: int = 
                 late += 1
             else:
                 try:
-                    check(op, size, repeats)
+                    check(op, size)
                     said = "ok"
                 except Exception as error:
                     absent = any(each in str(error) for each in ("needs compute capability 9.0", "for sm_90a alone"))
@@ -289,18 +269,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tool", choices=TOOLS, help="run under compute-sanitizer")
     parser.add_argument("--portable", action="store_true", help="run the kernels of the portable family on this GPU")
     parser.add_argument("--limit-s", type=float, default=60, help="seconds for each operator (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=0, metavar="N", help="more runs of each call, bit for bit alike")
     arguments = parser.parse_args(argv)
     if not has_gpu():
         print("sanitize: error: needs a CUDA device", file=sys.stderr)
         return 2
-    if arguments.tool and arguments.repeats:
-        parser.error("--repeats is without --tool, whose runs are slow")
     if arguments.tool:
         return run_under(arguments.tool, arguments)
     if arguments.portable:
         tuning.family = lambda index: specs.PORTABLE
-    return run_here(arguments.op, arguments.case, arguments.limit_s, arguments.repeats)
+    return run_here(arguments.op, arguments.case, arguments.limit_s)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from twell.testing.formula import answers, roundings
 from twell.testing.operands import Operands, build, laid_out, rounds_weighted
 
 POISON = 0xFF
+Run = Callable[[Case, torch.device, Result], None]
 
 
 def verdict(case: Case, device: torch.device | str = "cpu") -> str:
@@ -31,11 +32,11 @@ def verdict(case: Case, device: torch.device | str = "cpu") -> str:
     return attempt(case, torch.device(device)).verdict
 
 
-def attempt(case: Case, device: torch.device) -> Result:
-    """The result of a case; any exception of a legal call is a mismatch, too."""
+def attempt(case: Case, device: torch.device, run: Run | None = None) -> Result:
+    """The result of a case, or of another run of it; any exception of a legal call is a mismatch, too."""
     result, start = Result(), time.perf_counter()
     try:
-        run(case, device, result)
+        (run or run_twice)(case, device, result)
         if device.type == "cuda":
             torch.cuda.synchronize()
     except Mismatch as error:
@@ -52,7 +53,7 @@ def asks_nothing(case: Case, result: Result) -> bool:
     return result.verdict == "ok" and sparse and not result.nonzeros
 
 
-def run(case: Case, device: torch.device, result: Result) -> None:
+def run_twice(case: Case, device: torch.device, result: Result) -> None:
     """Run a case; raise Mismatch, or the call's own exception, if it fails."""
     o = build(case, device)
     operands = laid_out(case, o)

@@ -1,4 +1,4 @@
-"""The fuzzer and the sanitizer's driver: what they print and record, and that they find faults."""
+"""The fuzzer, alone and in threads, and the sanitizer's driver: what they print and record, what they find."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests import fuzz, sanitize
 from tests.cpu import fake_gpu
-from twell.runtime import kernel_module, program, specs
+from twell.runtime import kernel_module, program
 from twell.testing.calls import caller
 from twell.testing.case import Case
 
@@ -86,35 +86,55 @@ fuzz.main(["--device", "cpu", "--cases", "1", "--limit-s", "0.2"])
     assert "HANGS for more than 0 s: python -m tests.fuzz --replay '" in done.stdout
 
 
+# Threads
+
+# far more than is used
+THREADS = ("--threads", "2", "--calls", "2", "--budget-s", "1000")
+
+
+def test_a_result_that_changes_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*THREADS, "--cases", "4") == 0
+    plain = fuzz.caller
+
+    def drifting(*given: Any) -> Callable[[], dict[str, Tensor]]:
+        call, calls = plain(*given), itertools.count(1)
+        return lambda: {name: t + 1 if next(calls) == 3 else t for name, t in call().items()}
+
+    monkeypatch.setattr(fuzz, "caller", drifting)
+    assert run(*THREADS) == 1
+    assert re.search(r"WRONG 1:\d+ .*\n  call \d has other bits in ", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("where", ["GPU", "host"])
+def test_memory_that_grows_is_found(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds, out = itertools.count(1), tmp_path / "out.json"
+    monkeypatch.setattr(fuzz, "SETTLED", 1)
+    monkeypatch.setattr(fuzz, "GROWTH_MB", {"GPU": 1500, "host": 1500})
+    monkeypatch.setattr(fuzz, "megabytes", lambda device: {"GPU": 0, "host": 0, where: 1000 * next(rounds)})
+    assert run(*THREADS, "--json", str(out)) == 1
+    # 1 GB had settled; 2 GB are allowed, 3 are not
+    assert f"WRONG memory of the {where} grew from 1000 to 3000 MB in 3 rounds\n" in capsys.readouterr().out
+    (found,) = json.loads(out.read_text())["runs"]
+    assert (found["cases"], found["memory_mb"]["most"][where]) == (6, 3000)
+
+
 # The sanitizer's driver
 
 
-def test_every_kernel_that_ships_is_run() -> None:
-    shipped = {spec.op for spec in kernel_module("catalog").SHIPPED}
-    assert {kernel for _, kernels in sanitize.OPS.values() for kernel in kernels} == shipped
-
-
-@pytest.mark.parametrize("op", sanitize.OPS)
-def test_operators_launch_the_kernels_that_the_driver_says(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls run on CPU tensors, as on a GPU of 132 SMs, with launches recorded."""
-    calls = [call for size in sanitize.SIZES for call, _ in sanitize.calls(op, size, "cpu")]
+def test_its_cases_launch_every_kernel_that_ships(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both dtypes, with each option and without: as on a GPU of 132 SMs, with launches recorded."""
+    calls = [call for op in sanitize.OPS for size in sanitize.SIZES for call, _ in sanitize.calls(op, size, "cpu")]
     gpu = fake_gpu.install(monkeypatch)
     with fake_gpu.dispatched():
         for call in calls:
             call()
     program.forget()
-    launched = {spec for spec, _ in gpu.launches}
-    assert {spec.op for spec in launched} == set(sanitize.OPS[op][1])
-    # both dtypes, with biases and without, if the spec has them
-    dtypes = [{specs.E4M3}, {specs.E4M3, "bfloat16"}] if op.startswith("float8") else [set(), set(specs.DTYPES)]
-    assert {spec.dtype for spec in launched if hasattr(spec, "dtype")} in dtypes
-    for kind in sanitize.OPS[op][1]:
-        for choice in ("bias", "gated", "training", "backward"):
-            known = {getattr(spec, choice, None) for spec in kernel_module("catalog").SHIPPED if spec.op == kind}
-            if known == {False, True} and not (kind in ("compact", "sampled_up") and choice == "training"):
-                seen = {getattr(spec, choice) for spec in launched if spec.op == kind}
-                # some have one kind of layer
-                assert seen == known or op in ("top_k", "autoencoder", "experts"), (kind, choice)
+    shipped, launched = kernel_module("catalog").SHIPPED, {spec for spec, _ in gpu.launches}
+    for choice in ("op", "dtype", "bias", "gated", "training", "backward"):
+        known, seen = ({(spec.op, getattr(spec, choice, None)) for spec in specs} for specs in (shipped, launched))
+        assert known <= seen, choice
 
 
 @pytest.fixture
@@ -143,11 +163,10 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[Case, dict[str, T
 @pytest.mark.usefixtures("as_if_on_a_gpu")
 def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Run all operators; then wrong ones, and one that raises."""
-    for repeats in ((), ("--repeats", "2")):
-        assert sanitize.main(["--case", "light", "overflow", "few, partial", *repeats]) == 0
-        out = capsys.readouterr().out
-        assert len(out.splitlines()) == 3 * len(sanitize.OPS)
-        assert all(line.endswith(" ok") for line in out.splitlines())
+    assert sanitize.main(["--case", "light", "overflow", "few, partial"]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 3 * len(sanitize.OPS)
+    assert all(line.endswith(" ok") for line in out.splitlines())
     changed(monkeypatch, lambda case, found: found["y"].add_(1))
     assert sanitize.main(["--case", "light", "--op", "row"]) == 1
     assert "WRONG y differs in " in capsys.readouterr().out
@@ -163,16 +182,3 @@ def test_checks_agree_with_themselves(monkeypatch: pytest.MonkeyPatch, capsys: p
     first, other = capsys.readouterr().out.splitlines()
     assert first == "pack                       light           WRONG ValueError: strides of 72"
     assert other.endswith(" ok")
-
-
-@pytest.mark.usefixtures("as_if_on_a_gpu")
-def test_runs_with_other_bits_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Here of the fifth run."""
-    for repeats, said in (("3", 0), ("9", 1)):
-        runs = itertools.count(1)
-        changed(monkeypatch, lambda case, found, runs=runs: found["y"][0].add_(next(runs) == 5))
-        assert sanitize.main(["--case", "light", "--op", "top_k", "--repeats", repeats]) == said
-    assert "WRONG a run has other bits in y" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        sanitize.main(["--tool", "memcheck", "--repeats", "3"])
-    assert "--repeats is without --tool" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What measures on a GPU, on small problems for seconds: layers, a soak, repeats."""
+"""What measures on a GPU, on small problems for seconds: layers, cases in threads, the sanitizer's."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from profiling import bench
-from tests import sanitize, soak
+from tests import fuzz, sanitize
 
 
 @pytest.mark.parametrize("compiled", ["none", "default"])
@@ -20,15 +20,15 @@ def test_layers_are_timed(compiled: str, tmp_path: Path) -> None:
         assert rows[key]["ms"] > 0
 
 
-def test_a_soak_of_seconds(tmp_path: Path) -> None:
-    out = tmp_path / "soak.json"
-    assert soak.main(["--minutes", "0.2", "--settle", "2", "--grow-mb", "1024", "--json", str(out)]) == 0
-    found = json.loads(out.read_text())
-    assert found["calls"] > 100
-    assert found["gpu_mb"]["most"] > 0
+def test_cases_in_threads_for_seconds(tmp_path: Path) -> None:
+    out = tmp_path / "threads.json"
+    assert fuzz.main(["--threads", "4", "--budget-s", "12", "--json", str(out)]) == 0
+    (found,) = json.loads(out.read_text())["runs"]
+    assert found["cases"] > 10
+    assert found["memory_mb"]["most"]["GPU"] > 0
 
 
-def test_operators_repeat_themselves(capsys: pytest.CaptureFixture[str]) -> None:
-    assert sanitize.main(["--case", "light", "heavy rows", "few, overflow", "--repeats", "20"]) == 0
+def test_the_sanitizers_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sanitize.main(["--case", "light", "heavy rows", "few, overflow"]) == 0
     assert "WRONG" not in capsys.readouterr().out
     torch.cuda.synchronize()
