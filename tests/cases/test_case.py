@@ -360,16 +360,30 @@ def grows(place: int, factor: float) -> Callable[[Op], Op]:
     return changes(lambda out, given: (out if isinstance(out, Tensor) else out[place])[3:4].mul_(factor))
 
 
+def drops_the_largest(out: Tensor, given: tuple[Any, ...]) -> None:
+    out.view(-1)[out.argmax()] = 0
+
+
+def rounds_to_fewer_bits(out: Tensor, given: tuple[Any, ...]) -> None:
+    out.copy_((out.view(torch.int16) & ~3).view(out.dtype))
+
+
+SHORT = "layer m=128 k=64 n=256 exact=False density=0.006"
+
+
 @pytest.mark.parametrize(
     ("module", "name", "fault", "line", "text"),
     [
         ("twell.ops.ffn", "behind_on_cpu", rounds_h, MANY, "y: the error is"),
+        ("twell.ops.ffn", "gate_on_cpu", changes(drops_the_largest), "layer m=1 k=64 n=64 exact=False", "y: "),
+        ("twell.ops.ffn", "gate_on_cpu", changes(drops_the_largest), SHORT, "y: "),
+        ("twell.ops.ffn", "gate_on_cpu", changes(rounds_to_fewer_bits), SHORT, "y: "),
         (OP, "hybrid_backward_accumulate", is_off_in_a_rare_neuron, RARE, "main w_up: a row is off"),
         ("twell.ops.float8", "formula", grows(0, 1.1), "layer exact=False scales=row", "y: "),
         (f"{OP}.experts", "_sums", grows(0, 1.03), "experts exact=False experts=3", "y: "),
         (OP, "hybrid_backward", grows(1, 1.03), "given exact=False wants=gate", "gate: "),
     ],
-    ids=["h", "rare neuron", "e4m3", "experts", "given"],
+    ids=["h", "one token", "one of few", "fewer bits", "rare neuron", "e4m3", "experts", "given"],
 )
 def test_a_fault_in_real_numbers_is_found(
     module: str, name: str, fault: Callable[[Op], Op], line: str, text: str, monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import twell
 from tests.cpu import fake_gpu
 from tests.cpu.fake_gpu import FakeGpu
+from tests.habits.entries import ENTRIES
 from twell import testing
 from twell.call import functional
 from twell.choose import cards, rates, site
@@ -121,28 +122,52 @@ class _Odd(Tensor):
     pass
 
 
-MODES: dict[str, Callable[[], Any]] = {
-    "autocast": lambda: torch.autocast("cpu", BF16),
-    "a function mode": _Functions,
-    "a dispatch mode": _Dispatches,
-    "a profiler": lambda: torch.profiler.profile(),
-    "forward-mode AD": lambda: torch.autograd.forward_ad.dual_level(),
-    "a capture": lambda: mock.patch.object(modes, "stream_captures", return_value=True),
-    "another current device": lambda: mock.patch.object(torch.cuda, "current_device", return_value=1),
+def within(context: Any, mlp: Any, x: Tensor) -> None:
+    with context:
+        mlp(x)
+
+
+def behind(change: Callable[[Any], Any]) -> Callable[[Any, Tensor], Any]:
+    return lambda mlp, x: (change(mlp), mlp(x))
+
+
+def weight(values: Tensor) -> Callable[[Any, Tensor], Any]:
+    return behind(lambda mlp: setattr(mlp.up_proj.weight, "data", values))
+
+
+# what happens there is not of the test: on a fake GPU it may fail
+WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "autocast": lambda mlp, x: within(torch.autocast("cpu", BF16), mlp, x),
+    "a function mode": lambda mlp, x: within(_Functions(), mlp, x),
+    "a dispatch mode": lambda mlp, x: within(_Dispatches(), mlp, x),
+    "a profiler": lambda mlp, x: within(torch.profiler.profile(), mlp, x),
+    "forward-mode AD": lambda mlp, x: within(torch.autograd.forward_ad.dual_level(), mlp, x),
+    "a capture": lambda mlp, x: within(mock.patch.object(modes, "stream_captures", return_value=True), mlp, x),
+    "another current device": lambda mlp, x: within(
+        mock.patch.object(torch.cuda, "current_device", return_value=1), mlp, x
+    ),
+    "x that is negated": lambda mlp, x: mlp(torch._neg_view(-x)),
+    "x of a class": lambda mlp, x: mlp(x.as_subclass(_Odd)),
+    "x of another dtype": lambda mlp, x: mlp(x.half()),
+    "strategy": behind(lambda mlp: setattr(mlp, "strategy", "row")),
+    "invariant": behind(lambda mlp: twell.nn.set_strategy(mlp, "row", invariant=True)),
+    "activation": behind(lambda mlp: setattr(mlp, "activation", "relu2")),
+    "record_aux": behind(lambda mlp: setattr(mlp, "record_aux", True)),
+    "a layout": behind(lambda mlp: set_down_layout(mlp, "linear")),
+    "a weight of another layout": weight(torch.zeros(K, N, dtype=BF16).t()),
+    "a weight out of line": weight(torch.zeros(N * K + 1, dtype=BF16)[1:].view(N, K)),
+    "a bias": behind(lambda mlp: setattr(mlp.down_proj, "bias", nn.Parameter(torch.zeros(K, dtype=BF16), False))),
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.filterwarnings("ignore")
-def test_modes_send_a_call_the_long_way(mode: str, long: list[Tensor]) -> None:
+def test_what_sends_a_call_the_long_way(way: str, long: list[Tensor]) -> None:
     mlp, x = layer(), tokens(5)
     mlp(x), mlp(x)
     assert len(long) == 1
-    # what happens there is not of this test: on a fake GPU it may fail
-    with contextlib.suppress(Exception), MODES[mode]():
-        mlp(x)
-    assert len(long) == 2
-    mlp(x)
+    with contextlib.suppress(Exception):
+        WAYS[way](mlp, x)
     assert len(long) == 2
 
 
@@ -151,18 +176,6 @@ def _replace(mlp: Any) -> None:
     mlp.up_proj.forward = lambda x: x
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "strategy": lambda mlp: setattr(mlp, "strategy", "row"),
-    "invariant": lambda mlp: twell.nn.set_strategy(mlp, "row", invariant=True),
-    "activation": lambda mlp: setattr(mlp, "activation", "relu2"),
-    "record_aux": lambda mlp: setattr(mlp, "record_aux", True),
-    "a layout": lambda mlp: set_down_layout(mlp, "linear"),
-    "a weight of another layout": lambda mlp: setattr(mlp.up_proj.weight, "data", torch.zeros(K, N, dtype=BF16).t()),
-    "a weight out of line": lambda mlp: setattr(
-        mlp.up_proj.weight, "data", torch.zeros(N * K + 1, dtype=BF16)[1:].view(N, K)
-    ),
-    "a bias": lambda mlp: setattr(mlp.down_proj, "bias", nn.Parameter(torch.zeros(K, dtype=BF16), False)),
-}
 HOOKS: dict[str, Callable[[Any], Any]] = {
     "a hook": lambda mlp: mlp.gate_proj.register_forward_hook(lambda *_: None),
     "a replaced forward": _replace,
@@ -171,17 +184,6 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     ),
     "a global hook": lambda mlp: nn.modules.module.register_module_forward_hook(lambda *_: None),
 }
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_layer_is_looked_at_again(change: str, gpu: FakeGpu, long: list[Tensor]) -> None:
-    mlp, x = layer(), tokens(5)
-    mlp(x), mlp(x)
-    assert len(long) == 1
-    CHANGES[change](mlp)
-    with contextlib.suppress(RuntimeError):
-        mlp(x)
-    assert len(long) == 2
 
 
 @pytest.mark.parametrize("change", HOOKS)
@@ -199,16 +201,6 @@ def test_a_projection_that_is_more_than_a_product_is_called(change: str, gpu: Fa
             handle.remove()
     # neither from memory nor by kernels
     assert not gpu.launches
-
-
-def test_other_tensors_take_the_long_way(gpu: FakeGpu, long: list[Tensor]) -> None:
-    mlp, x = layer(), tokens(5)
-    mlp(x), mlp(x)
-    for other in (torch._neg_view(-x), x.as_subclass(_Odd), x.half()):
-        before = len(long)
-        with contextlib.suppress(Exception):
-            mlp(other)
-        assert len(long) == before + 1
 
 
 @CLASSES
@@ -321,53 +313,36 @@ def test_what_is_remembered_is_bounded(gpu: FakeGpu, long: list[Tensor], monkeyp
         assert 0 < len(calls._named()) <= 64
 
 
-def test_a_layer_of_one_projection_for_both_asks_it(gpu: FakeGpu, long: list[Tensor]) -> None:
+def test_a_layer_of_one_projection_for_both_asks_it(gpu: FakeGpu) -> None:
     """The weights that such a layer reads are views; an adapter or a hook hangs on the projection."""
-
-    class Fused(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate_up_proj, self.down_proj = nn.Linear(K, 2 * N), nn.Linear(N, K)
-
-        def forward(self, x: Tensor) -> Tensor:
-            gate, up = self.gate_up_proj(x).chunk(2, -1)
-            y: Tensor = self.down_proj(torch.relu(gate) * up)
-            return y
-
-    model, x, seen = nn.ModuleList([Fused().to(BF16)]), tokens(256), []
     with pytest.MonkeyPatch.context() as own:
         # conversion tries blocks, for which a CPU is a CPU
         own.setattr(Tensor, "is_cuda", False)
-        twell.sparsify_(model, names=("gate_up_proj", "down_proj"))
-    set_down_layout(model, "linear")
+        call, seen = ENTRIES["sparsify_, fused"].call("auto"), []
+    set_down_layout(call.run, "linear")
     with torch.no_grad():
         for _ in range(10):
-            model[0](x)
-        model[0].gate_up_proj.register_forward_hook(lambda *_: seen.append(1))
-        model[0](x)
+            call()
+        call.run.gate_up_proj.register_forward_hook(lambda *_: seen.append(1))
+        call()
     assert seen
 
 
-def _swapped(mlp: Any) -> None:
-    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
-
-
-def _moved(mlp: Any) -> None:
-    mlp.up_proj.bias, mlp.gate_proj.bias = mlp.gate_proj.bias, None
-
-
-@pytest.mark.parametrize("change", [_swapped, _moved])
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("strategy", ["union", "row", "dense"])
 def test_a_bias_that_moves_is_that_of_its_projection(
-    change: Callable[[Any], None], training: bool, strategy: str, gpu: FakeGpu, long: list[Tensor]
+    swapped: bool, training: bool, strategy: str, gpu: FakeGpu, long: list[Tensor]
 ) -> None:
     mlp, x = layer(strategy=strategy), tokens(200).requires_grad_(training)
     mlp.gate_proj.bias = nn.Parameter(torch.ones(N, dtype=BF16), training)
     mlp.requires_grad_(training)
     mlp(x), mlp(x)
     assert len(long) == 1
-    change(mlp)
+    if swapped:
+        mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+    else:
+        mlp.up_proj.bias, mlp.gate_proj.bias = mlp.gate_proj.bias, None
     gpu.clear()
     mlp(x)
     assert len(long) == 2
@@ -766,12 +741,6 @@ def test_a_dense_call_has_the_bits_of_the_first(
         assert products[:-1] == ([2 * N] if one else [N, N])
 
 
-def test_a_captured_call_takes_the_long_way(gpu: FakeGpu, asked: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    given = of_operator()
-    call(given)
-    monkeypatch.setattr("twell.runtime.modes.stream_captures", lambda: True)
-    call(given), call(given)
-    assert len(asked) == 3
 
 
 @pytest.mark.usefixtures("chooses")

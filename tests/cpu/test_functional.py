@@ -1,5 +1,6 @@
 """The functions users call: results, limits, errors, autocast, strides and compiling."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -105,3 +106,31 @@ def test_biases_made_in_inference_mode_train_as_with_dense(bias: str) -> None:
     with torch.inference_mode():
         given[bias] = given[bias].clone()
     assert torch.autograd.grad(twell.sparse_gated_ffn(**given, strategy="union").sum(), [given["w_gate"]])[0].any()
+
+
+@pytest.mark.parametrize(("value", "strategy"), [(math.nan, "row"), (math.inf, "union"), (-math.inf, "row")])
+@pytest.mark.parametrize("name", ["x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"])
+def test_non_finite_values_reach_what_dense_lets_them_reach(name: str, value: float, strategy: Any) -> None:
+    """Never more values than in dense PyTorch; all of them where a token or a neuron that it fires is not finite."""
+    problem = testing.integer_problem(9, 24, 264, density=0.2, biases="gate up down")
+    clean = testing.sparse_output(problem, strategy=strategy)
+    spoilt = problem.map(Tensor.clone)
+    tensor = getattr(spoilt, name)
+    tensor[(3,) + (1,) * (tensor.dim() - 1)] = value
+    y, dense = (testing.sparse_output(spoilt, strategy=s) for s in (strategy, "dense"))
+    assert not bool((y.isfinite() < dense.isfinite()).any())
+    assert torch.equal(y[y.isfinite() & clean.isfinite()], clean[y.isfinite() & clean.isfinite()]) or name in (
+        "w_gate",
+        "b_gate",
+        "x",
+    )
+    gate = torch.relu(torch.nn.functional.linear(spoilt.x, spoilt.w_gate, spoilt.b_gate))
+    fires = gate[:, 3] != 0
+    if name in ("w_up", "b_up"):
+        assert torch.equal(y.isfinite().all(1), ~fires)
+    elif name == "w_down":
+        assert not bool(y[fires, 1].isfinite().any())
+    elif name == "b_down":
+        assert not bool(y[:, 3].isfinite().any())
+    elif name == "x":
+        assert torch.equal(y.isnan(), dense.isnan())

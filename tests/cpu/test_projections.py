@@ -1,6 +1,6 @@
 """Projections that are more than a weight: hooks, adapters, parametrizations, other forwards, global changes.
 
-All of them take effect as in dense PyTorch, or the call raises. So do weights that servers load after construction.
+All of them take effect as in dense PyTorch, or the call raises.
 """
 
 import copy
@@ -311,87 +311,24 @@ def test_children_of_a_pair_that_are_changed_later(name: str, change: str) -> No
         close(*(pair(tokens()) for pair in both))
 
 
-# weights that come after construction
 
 
-def new_state(mlp: nn.Module) -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(7)
-    return {a: torch.randn(t.shape, generator=draw).div(t.shape[-1] ** 0.5).to(t) for a, t in mlp.state_dict().items()}
 
 
-def owner(mlp: nn.Module, name: str) -> tuple[nn.Module, str]:
-    prefix, _, leaf = name.rpartition(".")
-    return mlp.get_submodule(prefix), leaf
 
 
-def in_slices(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    # as in loaders of tensor-parallel shards
-    for name, parameter in mlp.named_parameters():
-        half = parameter.shape[0] // 2
-        parameter.data[:half].copy_(state[name][:half])
-        parameter.data.narrow(0, half, parameter.shape[0] - half).copy_(state[name][half:])
 
 
-def as_data(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    for name, parameter in mlp.named_parameters():
-        parameter.data = state[name]
 
 
-def as_parameters(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    for name in list(dict(mlp.named_parameters())):
-        module, leaf = owner(mlp, name)
-        setattr(module, leaf, nn.Parameter(state[name], requires_grad=False))
 
 
-def as_replaced_parameters(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    # past nn.Module.__setattr__, as in accelerate
-    for name in list(dict(mlp.named_parameters())):
-        module, leaf = owner(mlp, name)
-        module._parameters[leaf] = nn.Parameter(state[name])
 
 
-def assigned_in_odd_layouts(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    wide = {name: torch.stack((t, -t), -1)[..., 0] if t.dim() == 2 else t for name, t in state.items()}
-    mlp.load_state_dict(wide, assign=True)
 
 
-def swapped(mlp: nn.Module, state: dict[str, Tensor]) -> None:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        mlp.load_state_dict(state)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-LOADERS = [in_slices, as_data, as_parameters, as_replaced_parameters, assigned_in_odd_layouts, swapped]
-
-
-@pytest.mark.parametrize(
-    ("cls", "load", "layout"),
-    [
-        (cls, load, layout)
-        for i, load in enumerate(LOADERS)
-        for cls, layout in zip((SparseGatedMLP, SparseMLP), (("rows", "linear"), ("linear", "rows"))[i % 2])
-    ],
-)
-def test_weights_that_come_after_a_call(cls: Module, load: Callable[..., None], layout: Any) -> None:
-    mlp = cls(K, N, bias=True, dtype=BF16)
-    set_down_layout(mlp, layout)
-    state = new_state(mlp)
-    expected = cls(K, N, bias=True, dtype=BF16)
-    expected.load_state_dict(state)
-    with torch.no_grad():
-        close(mlp(tokens()), by_children(mlp, tokens()))
-    load(mlp, {name: tensor.clone() for name, tensor in state.items()})
-    for name, tensor in mlp.state_dict().items():
-        assert torch.equal(tensor, state[name])
-    with torch.no_grad():
-        assert torch.equal(mlp(tokens()), expected(tokens()))
-    mlp.requires_grad_()
-    mlp(tokens()).float().sum().backward()
-    expected(tokens()).float().sum().backward()
-    for one, other in zip(mlp.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
 
 
 @MODULES

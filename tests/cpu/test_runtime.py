@@ -1,12 +1,20 @@
-"""How kernels are found, with tiny libraries in their place; the environment; the driver. Needs a C compiler only."""
+"""How kernels are found, with tiny libraries in their place, and what goes wrong; the environment; the driver.
 
+Needs a C compiler only.
+"""
+
+import errno
 import hashlib
 import importlib
+import json
 import logging
+import multiprocessing
 import os
 import shutil
 import stat
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +45,28 @@ def entries(folder: Path) -> list[Path]:
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.lstat().st_mode)
+
+
+def refusing(
+    monkeypatch: pytest.MonkeyPatch,
+    where: Any,
+    name: str,
+    error: Exception,
+    when: Callable[..., bool] = lambda *_, **__: True,
+) -> None:
+    """Make ``where.name`` raise ``error`` if ``when`` holds for its arguments."""
+    real = getattr(where, name)
+
+    def refuses(*arguments: Any, **named: Any) -> Any:
+        if when(*arguments, **named):
+            raise error
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(where, name, refuses)
+
+
+READ_ONLY = OSError(errno.EROFS, os.strerror(errno.EROFS))
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class TestCache:
@@ -155,9 +185,13 @@ class TestCache:
         assert compiler.compiled == [SPEC.symbol]
 
     @pytest.mark.parametrize(
-        "fault", ["others may write", "of another user", "folder is a link", "lock is a link", "base is a file"]
+        "fault",
+        [
+            *("others may write", "of another user", "folder is a link", "lock is a link", "base is a file", "no home"),
+            *("no lock", "no scratch", "no object", "no link", "no new name"),
+        ],
     )
-    def test_a_folder_that_is_not_safe_is_not_used(
+    def test_a_folder_that_cannot_be_used(
         self,
         fault: str,
         compiler: Compiler,
@@ -166,8 +200,17 @@ class TestCache:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        """The kernel is compiled for this process alone, and nothing is written through a link."""
-        trap, base, text = tmp_path / "trap", folder.parent, ""
+        """The kernel is compiled for this process alone; nothing is left, or written through a link."""
+        trap, base, text, run = tmp_path / "trap", folder.parent, "", subprocess.run
+
+        def inside(*given: Any, **named: Any) -> bool:
+            return any(str(each).startswith(str(folder)) for each in (*given, *named.values()))
+
+        def linked(command: list[str], **options: Any) -> Any:
+            if "-shared" in command and inside(*command):
+                return SimpleNamespace(returncode=1, stderr=f"ld: final link failed: {os.strerror(errno.ENOSPC)}\n")
+            return run(command, **options)
+
         if fault == "others may write":
             base.mkdir()
             base.chmod(0o777)
@@ -182,13 +225,33 @@ class TestCache:
             folder.symlink_to(trap)
         elif fault == "lock is a link":
             (cache.open_folder() / f"{SPEC.symbol}.lock").symlink_to(trap)
-        else:
+        elif fault == "base is a file":
             base.touch()
-        assert cache.load(SPEC)() == 42
+        elif fault == "no home":
+            monkeypatch.delenv("TWELL_CACHE_DIR")
+            monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+            refusing(monkeypatch, Path, "expanduser", RuntimeError("Could not determine home directory."))
+            text = "Could not determine home directory. TWELL_CACHE_DIR can name a folder instead"
+        elif fault == "no link":
+            monkeypatch.setattr(cache.subprocess, "run", linked)
+            text = "[Errno 28] No space left on device"
+        else:
+            where, name = {
+                "no lock": (os, "open"),
+                "no scratch": (cache.tempfile, "TemporaryDirectory"),
+                "no object": (compiler, "compile_object"),
+                "no new name": (os, "replace"),
+            }[fault]
+            error = FULL if fault != "no lock" else READ_ONLY
+            when = inside if fault != "no lock" else lambda path, *_, **__: str(path).endswith(".lock")
+            refusing(monkeypatch, where, name, error, when)
+            text = str(error)
+        assert cache.load(SPEC)() >= 42
         assert "kernel cache not used" in caplog.text
         assert text in caplog.text
         assert not list(tmp_path.glob("**/*.so"))
         assert not (list(trap.iterdir()) if fault == "folder is a link" else trap.exists())
+        assert not folder.is_dir() or not list(folder.glob(".*"))
 
     def test_the_user_may_link_the_cache_elsewhere(self, compiler: Compiler, folder: Path, tmp_path: Path) -> None:
         elsewhere = tmp_path / "scratch"
@@ -257,6 +320,156 @@ class TestCache:
             with monkeypatch.context() as patch:
                 patch.setattr(where, name, value)
                 assert cache.fingerprint.__wrapped__() != plain
+
+
+def test_an_entry_that_cannot_be_read(
+    compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.load(SPEC)
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    (old,) = entries(folder)
+    refusing(monkeypatch, os, "open", denied, lambda path, *_, **__: path == old)
+    assert cache.load(SPEC)() == 43
+    assert f"{old} cannot be read: [Errno 13] Permission denied" in caplog.text
+    # others may be able to
+    assert old in entries(folder)
+    assert len(entries(folder)) == 2
+    assert cache.load(SPEC)() == 43
+
+
+def test_a_read_only_folder_still_serves_what_it_holds(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.load(SPEC)
+    refusing(monkeypatch, os, "open", READ_ONLY, lambda path, flags, *_, **__: bool(flags & os.O_CREAT))
+    assert cache.load(SPEC)() == 42
+    assert len(compiler.compiled) == 1
+
+
+def test_no_place_at_all(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers with a fallback get the error they look for, and a later call may succeed."""
+    with monkeypatch.context() as patch:
+        refusing(patch, cache.tempfile, "TemporaryDirectory", FULL, lambda **_: True)
+        with pytest.raises(RuntimeError, match=r"UnpackSpec.*cannot be compiled, no folder can hold it: .Errno 28"):
+            resolve.resolve(SPEC)
+    assert resolve.resolve(SPEC)() == 42
+
+
+def test_a_compiler_that_fails_leaves_nothing(
+    compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error is raised unchanged, and the next call tries again."""
+    with monkeypatch.context() as patch:
+        broken = SimpleNamespace(compile_object=lambda spec, out, arch: out.write_bytes(b"half") and 1 / 0)
+        patch.setattr(cache, "kernel_module", lambda name: broken)
+        with pytest.raises(ZeroDivisionError):
+            resolve.resolve(SPEC)
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+    assert resolve.resolve(SPEC)() == 42
+
+
+def compile_slowly(marker: Path) -> None:
+    def compile_object(spec: specs.Spec, out: Path, arch: str) -> None:
+        out.write_bytes(b"half of an object")
+        marker.touch()
+        time.sleep(600)
+
+    cache.kernel_module = lambda name: SimpleNamespace(compile_object=compile_object)  # type: ignore[assignment]
+    cache.load(SPEC)
+
+
+def test_a_process_killed_while_it_compiles(compiler: Compiler, folder: Path, tmp_path: Path) -> None:
+    """Its lock is released, its files are removed, and the waiting process goes on."""
+    begun = tmp_path / "begun"
+    victim = multiprocessing.get_context("fork").Process(target=compile_slowly, args=(begun,))
+    victim.start()
+    try:
+        deadline = time.monotonic() + 100
+        while not begun.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (scratch,) = folder.glob(f".{SPEC.symbol}.*")
+        results: list[int] = []
+        waiting = threading.Thread(target=lambda: results.append(cache.load(SPEC)()))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+        victim.kill()
+        waiting.join(60)
+        assert results == [42]
+        assert not scratch.exists()
+        assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
+    finally:
+        victim.kill()
+        victim.join()
+
+
+def test_an_entry_that_vanishes_while_it_is_looked_at(
+    compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process discarded it first."""
+    cache.load(SPEC)
+    assert len(entries(folder)) == 1
+    damage = cache._damage
+
+    def too_late(path: Path) -> str:
+        path.unlink(missing_ok=True)
+        return damage(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_damage", too_late)
+        assert cache.load(SPEC)() == 43
+    assert cache.load(SPEC)() == 43
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A packaged library with the kernel of SPEC, which returns 100."""
+    package_tiny(tmp_path / "_lib", SPEC, 100)
+    monkeypatch.setattr(packaged, "FOLDER", tmp_path / "_lib")
+    return packaged.FOLDER / packaged.LIBRARY
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda content: b"text, and enough of it" * 100, "is not a library"),
+        (lambda content: content[:40], "is not a library"),
+        (lambda content: content[:-1], "is cut short: expected at least"),
+        (lambda content: content[:18] + b"\x00\x00" + content[20:], "cannot load kernel"),
+    ],
+    ids=["text", "part of a header", "all but a byte", "another machine"],
+)
+def test_a_damaged_library_is_reported_once_and_replaced(
+    damage: Callable[[bytes], bytes], text: str, library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = library.read_bytes()
+    library.unlink()
+    library.write_bytes(damage(whole))
+    for _ in range(2):
+        resolve._kernels.clear()
+        assert resolve.resolve(SPEC)() == 42
+    assert compiler.compiled == [SPEC.symbol]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "a packaged kernel cannot be used, install twell again" in caplog.text
+    assert text in caplog.text
+
+
+def test_a_library_without_a_symbol_that_its_manifest_names(
+    library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest = json.loads((library.parent / "manifest.json").read_text())
+    (library.parent / "manifest.json").write_text(json.dumps(manifest | {"symbols": [SPEC.symbol, OTHER.symbol]}))
+    assert resolve.resolve(SPEC)() == 100
+    assert resolve.resolve(OTHER)() == 42
+    assert f"cannot load kernel {OTHER.symbol}" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"null", b"[" * 200_000, b'{"arch": 9}'], ids=range(4))
+def test_a_garbled_manifest(
+    content: bytes, library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    (library.parent / "manifest.json").write_bytes(content)
+    assert resolve.resolve(SPEC)() == 42
+    assert "packaged kernels ignored: manifest.json" in caplog.text
 
 
 class TestPackaged:

@@ -80,45 +80,8 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rates.decide(large, figures._replace(candidates=0.05), "union", None).strategy == "union+screen"
 
 
-@pytest.mark.parametrize("mains", [False, True], ids=["grads", "mains"])
-def test_compiled_training(mains: bool) -> None:
-    t = layer(130)
-    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in t.items()}
-    leaves["w_down"] = t["w_down"].t().clone().t().requires_grad_()
-    wide = {name: tensor.detach().double().requires_grad_() for name, tensor in leaves.items()}
-    dy = torch.randint(-1, 2, (130, K), generator=torch.Generator().manual_seed(1)).bfloat16()
-    main = (torch.zeros(N, K), torch.zeros(N, K).t()) if mains else None
-
-    def step(**given: torch.Tensor) -> torch.Tensor:
-        return twell.sparse_ffn(**given, strategy="union", main_grads=main)
-
-    y = torch.compile(step, backend="aot_eager")(**leaves)
-    y.backward(dy)
-    hidden = F.linear(wide["x"], wide["w_up"], wide["b_up"]).relu()
-    expected = F.linear(hidden, wide["w_down"], wide["b_down"])
-    expected.backward(dy.double())
-    testing.assert_same(y, expected.bfloat16())
-    for name, leaf in leaves.items():
-        found = leaf.grad
-        if mains and name.startswith("w_"):
-            assert found is None
-            found = main[name == "w_down"].bfloat16()  # type: ignore[index]
-        testing.assert_same(found, wide[name].grad.bfloat16(), name)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("n", [65544, 100000])
-def test_few_tokens_of_a_short_last_slice(n: int) -> None:
-    """The room of a slice is found again from the length of all."""
-    x, w_down = torch.ones(1, 8).bfloat16(), torch.ones(n, 8).bfloat16()
-    w_up = torch.zeros(n, 8).bfloat16()
-    w_up[::5000] = 0.125
-    w_up.requires_grad_()
-    for m in (1, 2, 7, 15, 33, 40):
-        y = twell.sparse_ffn(x.expand(m, 8), w_up, w_down.t(), strategy="union")
-        (grad,) = torch.autograd.grad(y.sum(), w_up)
-        assert y.eq(len(w_up[::5000])).all()
-        assert grad[::5000].eq(8 * m).all()
-        assert int(grad.count_nonzero()) == 8 * len(w_up[::5000])
 
 
 def test_scratch_of_an_overfull_backward() -> None:

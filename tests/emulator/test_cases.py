@@ -30,6 +30,9 @@ kept m=5 k=64 n=72 pattern=all density=1.0
 layer m=3 k=16376 n=24 density=0.3 strategy=row+invariant  # the most columns of a cluster of four
 experts m=40 k=136 gated=False experts=4 slots=3 hot=0.5 absent=0.2 wide=False
 experts m=3 k=8200 n=24 density=0.3 experts=3 slots=2 absent=0.2
+experts m=23 k=136 n=264 density=0.3 experts=4 slots=3 hot=0.5 absent=0.2
+experts m=23 k=136 n=264 gated=False density=0.3 experts=4 slots=3 absent=0.2 strategy=row+invariant
+experts m=40 k=72 n=136 gated=False density=0.3 experts=1024 slots=2  # more experts than threads
 layer m=40 k=144 n=264 biases=gate+up+down density=0.2 scales=row tokens=e4m3
 layer m=40 k=144 n=264 gated=False density=0.2 scales=row tokens=e4m3 fast=False
 layer m=130 k=144 n=264 biases=gate+up+down density=0.2 strategy=union scales=row tokens=e4m3

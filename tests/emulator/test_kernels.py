@@ -127,22 +127,6 @@ def test_neurons_that_are_staged_in_two_parts(emulator: Emulator) -> None:
         checks.rank(16392, 300, 33, 8)
 
 
-@pytest.mark.parametrize(
-    ("t", "k", "n", "count", "top", "most", "wide_ids", "seed"),
-    [
-        (1, 64, 72, 5, 2, 8, False, 0),
-        # several tiles and units of an expert, and ids of 64 bits
-        (23, 136, 264, 4, 3, 8, True, 1),
-        # more experts than threads, of which one has more pairs than a unit of another size
-        pytest.param(40, 72, 136, 1024, 2, 32, False, 2, marks=pytest.mark.nightly),
-        pytest.param(1, 2056, 264, 3, 2, 8, False, 0, marks=pytest.mark.nightly),
-    ],
-)
-def test_experts(
-    emulator: Emulator, t: int, k: int, n: int, count: int, top: int, most: int, wide_ids: bool, seed: int
-) -> None:
-    with emulator.stands_in(3, Schedule.of(seed)):
-        checks.experts(t, k, n, count, top, most, wide_ids, seed)
 
 
 @SEEDS

@@ -142,7 +142,28 @@ def shared(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module).share_memory()
 
 
-COPIES = (copy.deepcopy, pickled, saved, refilled, assigned, flattened, shared, recast)
+def replaced(module: nn.Module) -> nn.Module:
+    """A copy with parameters that were put in past ``nn.Module.__setattr__``, as accelerate does."""
+    other = copy.deepcopy(module)
+    for owner in other.modules():
+        for name, p in owner._parameters.items():
+            if p is not None:
+                owner._parameters[name] = nn.Parameter(p.detach().clone(), p.requires_grad)
+    return other
+
+
+def swapped(module: nn.Module) -> nn.Module:
+    """A copy whose parameters torch swaps for those of a state."""
+    other = copy.deepcopy(module)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        other.load_state_dict({a: t.clone() for a, t in module.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return other
+
+
+COPIES = (copy.deepcopy, pickled, saved, refilled, assigned, flattened, shared, recast, replaced, swapped)
 
 
 def copies(entry: Entry) -> None:

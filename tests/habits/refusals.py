@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import twell
+from tests.habits.derivatives import Doubled, Doubling
 from tests.habits.entries import ENTRIES, Block, Fused
 from tests.habits.habits import results, same
 from twell import recipe, testing
@@ -43,19 +43,6 @@ def layer(**options: Any) -> SparseMLP:
 
 def weights(*lead: int) -> list[Float8]:
     return [twell.quantize(torch.ones(*lead, *shape)) for shape in ((N, K), (N, K), (K, N))]
-
-
-class Doubling(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return 2 * found if func is nn.functional.linear else found
-
-
-class Doubled(nn.Parameter):
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
 
 
 def setting(make: Callable[[], Any]) -> Callable[..., None]:
@@ -157,6 +144,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
         lambda **given: Float8MLP(*weights(), **given),
         lambda: {"input_scale": torch.tensor(0.25)},
     ),
+    "settings of Float8MLP": (setting(lambda: Float8MLP(*weights())), dict),
     "quantize": (twell.quantize, lambda: {"weight": torch.ones(3, 3)}),
     "quantize_": (twell.quantize_, lambda: {"model": nn.Sequential(layer())}),
     "set_down_layout": (twell.nn.set_down_layout, lambda: {"module": layer(), "layout": "rows"}),
@@ -259,7 +247,7 @@ def expanded(changes: str) -> Iterator[str]:
         yield from (f"{name}={value}" for name in names.strip().split("/")) if "/" in names else (change.strip(),)
 
 
-NAMES = {**globals(), "math": math, "Fused": Fused}
+NAMES = {**globals(), "math": math, "Fused": Fused, "Doubled": Doubled, "Doubling": Doubling}
 
 
 def refused(call: Callable[..., Any], given: Arguments, change: str) -> tuple[str, Arguments]:
