@@ -3,6 +3,7 @@
     python -m tests.fuzz --budget-s 300 --seed 1 --json fuzz.json
     python -m tests.fuzz --kinds experts given --portable
     python -m tests.fuzz --threads 4 --budget-s 540
+    python -m tests.fuzz --device emulator
     python -m tests.fuzz --replay 1:357
     python -m tests.fuzz --replay "layer m=128 n=136 density=1.0 wants=all mains=True"
 
@@ -27,6 +28,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -233,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=60, help="seconds after which no case begins (%(default)s)")
     parser.add_argument("--cases", type=int, help="most cases; default: as many as there is time for")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda", "emulator"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--jit", action="store_true", help="hidden sizes as well that no packaged kernel has")
     parser.add_argument("--portable", action="store_true", help=family.HELP)
     parser.add_argument("--few", action="store_true", help="tokens of decoding alone, up to 64")
@@ -255,30 +257,40 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device; --device cpu fuzzes the CPU operators")
 
-    device = torch.device(arguments.device)
+    device = torch.device(arguments.device.replace("emulator", "cpu"))
     # graphs are compared with eager calls, so both choose by the GPU's times alone
     if device.type == "cuda":
         rates.HOST.update({False: {}, True: {}})
-    flags = f" --device {device.type}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
+    flags = f" --device {arguments.device}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
     limits = prepare(device, arguments.portable, arguments.jit)._replace(few=arguments.few)
-    kinds = tuple(kind for kind in KINDS if kind in arguments.kinds)
+    kinds, threads = tuple(kind for kind in KINDS if kind in arguments.kinds), arguments.threads
+    limits = limits if threads == 1 else limits._replace(graphs=False)
+    run_case, drawn = attempt, partial(draw, arguments.seed, limits=limits, kinds=kinds)
+    if arguments.device == "emulator":
+        from tests.emulator import cases, launch
+
+        if reason := launch.missing():
+            parser.error(f"--device emulator: {reason}")
+        torch.set_num_threads(1)
+        emulator = launch.Emulator(Path(tempfile.mkdtemp()))
+        run_case, drawn = partial(attempt, run=partial(cases.fuzzed, emulator)), partial(cases.draw, arguments.seed)
+    elif threads > 1:
+        run_case = partial(attempt, run=partial(repeat, calls=arguments.calls))
     if arguments.replay:
         try:
             case = replayed(arguments.replay, limits, kinds)
         except (TypeError, ValueError) as error:
             parser.error(f"--replay must be SEED:NUMBER or the line of a case, got {arguments.replay!r}: {error}")
         print(case, flush=True)
-        result = attempt(case, device)
+        result = run_case(case, device)
         print(f"{result.verdict} ({result.seconds:.2f} s)", *(f"{k} {v:.3f}" for k, v in result.ratios.items()))
         return int(result.verdict != "ok")
 
     watchdog, done, found, start = Watchdog(arguments.limit_s), list[tuple[Case, Result]](), 0, time.monotonic()
-    threads, memory = arguments.threads, Memory()
-    run_case = attempt if threads == 1 else partial(attempt, run=partial(repeat, calls=arguments.calls))
-    limits = limits if threads == 1 else limits._replace(graphs=False)
+    memory = Memory()
     with ThreadPoolExecutor(threads, initializer=OWN.begin, initargs=(device,)) as pool:
         while len(done) < (arguments.cases or math.inf) and time.monotonic() - start < arguments.budget_s:
-            taken = [draw(arguments.seed, len(done) + i, limits, kinds) for i in range(threads)]
+            taken = [drawn(len(done) + i) for i in range(threads)]
             again = [f"python -m tests.fuzz --replay '{case}'{flags}" for case in taken]
             with watchdog.over("; ".join(again)):
                 # alone in the main thread, whose settings cases may change

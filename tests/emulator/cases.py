@@ -10,7 +10,7 @@ import torch
 from tests.cases.judged import Result
 from tests.cases.verdicts import judge
 from tests.cpu import fake_gpu
-from tests.emulator.launch import Emulator
+from tests.emulator.launch import Emulator, Schedule
 from twell.runtime import device, geometry, resolve, specs
 from twell.testing.calls import caller, surroundings
 from twell.testing.case import Case
@@ -19,16 +19,22 @@ from twell.testing.operands import build, laid_out
 CPU = torch.device("cpu")
 
 
-def draw(generator: random.Random) -> str:
+def draw(seed: int, number: int) -> Case:
+    generator = random.Random(f"{seed}:{number}")
     m, k, n = generator.randint(1, 300), 8 * generator.randint(2, 20), 8 * generator.randint(2, 70)
     density, biases = generator.choice((0.01, 0.05, 0.3, 1.0)), generator.choice(("up", "down", "gate+up+down"))
     how = generator.choice(("row", "union", "union+screen", "union wants=all"))
-    return (
-        f"layer m={m} k={k} n={n} biases={biases} density={density} strategy={how} seed={generator.randrange(1 << 30)}"
-    )
+    line = f"layer m={m} k={k} n={n} biases={biases} density={density} strategy={how}"
+    return Case.of(f"{line} seed={generator.randrange(1 << 30)}")
 
 
-def run(emulator: Emulator, line: str) -> list[int]:
+def fuzzed(emulator: Emulator, case: Case, device: torch.device, result: Result) -> None:
+    """A drawn case by a schedule and on a number of multiprocessors that hang on its seed."""
+    with emulator.stands_in(2 * (1 + case.seed % 4), Schedule.of(case.seed)):
+        run(emulator, str(case), result)
+
+
+def run(emulator: Emulator, line: str, result: Result | None = None) -> list[int]:
     """Check a case inside ``emulator.stands_in``; raises AssertionError or ``EmulatorError``.
 
     Over-full passes take 256 tokens at a time. Returns how many clusters computed in each of their launches.
@@ -56,5 +62,5 @@ def run(emulator: Emulator, line: str) -> list[int]:
             patch.setattr(geometry, name, 256)
         with surroundings(case, CPU):
             found = call()
-    judge(case, operands, laid, found, Result())
+    judge(case, operands, laid, found, result or Result())
     return teams

@@ -297,39 +297,3 @@ def rank(n: int, most: int, ctas: int, counters: int, seed: int = 0) -> None:
     testing.assert_same(order, right.int(), "order")
     testing.assert_same(slot, right.argsort().int(), "slot")
     assert not arrivals.any(), "counters are not cleared"
-
-
-
-
-# ---- random checks ----
-
-
-def draw(generator: random.Random) -> partial[None]:
-    seed = generator.randrange(1 << 30)
-    k = 8 * generator.randint(2, 20)
-    sizes = [generator.choice((0, 1, 63, 64, 65, 128, 192, 255, 256, 257, 300, 448, 512)) for _ in range(5)]
-    sizes = sizes[: generator.randint(1, 5)]
-    ctas, biased = generator.randint(1, 5), generator.random() < 0.5
-    kinds = (quantize_gate, gate_screen, sampled_up, sampled_grad, sampled_gate, locate, rank, window)
-    kind = generator.choice(kinds)
-    if kind is window:
-        dtype = generator.choice((BF16, torch.float16))
-        return partial(kind, generator.randint(1, 400), 8 * generator.randint(1, 80), dtype, seed)
-    if kind is quantize_gate:
-        hidden = 8 * generator.randint(1, 64)
-        return partial(kind, generator.randint(1, 60), hidden, biased, seed)
-    if kind is gate_screen:
-        return partial(kind, generator.randint(4, 300), 8 * generator.randint(3, 70), k, biased, seed)
-    if kind is sampled_up:
-        return partial(kind, sizes, k, generator.random() < 0.5, biased, ctas, seed)
-    if kind is sampled_grad:
-        return partial(kind, sizes, k, generator.random() < 0.5, ctas, seed)
-    if kind is sampled_gate:
-        return partial(kind, sizes, k, biased, generator.choice((2, 4, 8)), ctas, seed)
-    if kind is locate:
-        rows, tiles, neurons = generator.randint(1, 600), generator.randint(1, 60), 8 * generator.randint(1, 2000)
-        # a token tile has at most 2^23 non-zeros
-        most = generator.choice((0, 1, 2048, (1 << 23) // (16 * tiles)))
-        return partial(kind, rows, tiles, neurons, most, seed)
-    most = generator.choice((0, 1, 9, 1000, (1 << 31) - 1))
-    return partial(kind, 8 * generator.randint(1, 200), most, ctas, generator.randint(0, 3000), seed)

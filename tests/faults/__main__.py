@@ -1,14 +1,13 @@
 """Put each seeded fault into a copy of the tree, and run the tests that must find it.
 
-    python -m tests.faults [--only NAME ...] [--ledger FILE]
+    python -m tests.faults [--only NAME ...]
 
-The same tests must pass without the fault. A ledger is JSON, one line for each fault. Exit status: 1 if a fault was not
-found or its tests cannot tell, 2 if one does not fit the tree.
+The same tests must pass without the fault. Exit status: 1 if a fault was not found or its tests cannot tell, 2 if one
+does not fit the tree.
 """
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -82,9 +81,9 @@ def verdict(clean: Run, broken: Run) -> str:
     return {"failed": "found", "passed": "NOT FOUND"}.get(broken.outcome, f"cannot tell: {broken.outcome}")
 
 
-def run(faults: list[Fault], root: Path, ledger: Path | None, timeout: float) -> int:
-    """Run all of ``faults`` on a copy of ``root``, print a table and return the exit status."""
-    rows, clean = [], dict[str, Run]()
+def run(faults: list[Fault], root: Path, timeout: float) -> int:
+    """Run all of ``faults`` on a copy of ``root``, print a line for each and return the exit status."""
+    found, clean = 0, dict[str, Run]()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder)
         copy_tree(root, copy)
@@ -92,7 +91,7 @@ def run(faults: list[Fault], root: Path, ledger: Path | None, timeout: float) ->
         for fault in faults:
             text = apply(fault, copy)
             (copy / fault.file).write_text(text, encoding="utf-8")
-        for fault in faults:
+        for number, fault in enumerate(faults, 1):
             if fault.tests not in clean:
                 clean[fault.tests] = run_tests(copy, fault.tests, timeout)
             before = last = clean[fault.tests]
@@ -100,26 +99,18 @@ def run(faults: list[Fault], root: Path, ledger: Path | None, timeout: float) ->
                 text = apply(fault, copy)
                 last = run_tests(copy, fault.tests, timeout)
                 (copy / fault.file).write_text(text, encoding="utf-8")
-            row = {"fault": fault.name, "verdict": verdict(before, last), "test": last.test, "s": round(last.seconds)}
-            rows.append(row)
-            print(f"{len(rows)} of {len(faults)}: {', '.join(map(str, row.values()))}", flush=True)
-            if row["verdict"] != "found":
+            said = verdict(before, last)
+            print(f"{number} of {len(faults)}: {fault.name}: {said} {last.test} ({last.seconds:.0f} s)", flush=True)
+            if said != "found":
                 print(last.tail, flush=True)
-            if ledger is not None:
-                with ledger.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(row) + "\n")
-    print("\n| fault | verdict | test | s |\n|---|---|---|---:|")
-    for row in rows:
-        print(f"| {' | '.join(map(str, row.values()))} |")
-    missed = sum(row["verdict"] != "found" for row in rows)
-    print(f"\n{len(rows) - missed} of {len(rows)} faults found")
-    return int(missed > 0)
+            found += said == "found"
+    print(f"{found} of {len(faults)} faults found")
+    return int(found < len(faults))
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="faults, or rooms of them")
-    parser.add_argument("--ledger", type=Path, metavar="FILE", help="to which a line is added for each fault")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one run of tests (%(default)s)")
     given = parser.parse_args(arguments)
     wanted = set(given.only or ())
@@ -127,7 +118,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--only must name faults or rooms, got {', '.join(sorted(unknown))}")
     chosen = [fault for fault in FAULTS if not wanted or wanted & {fault.name, fault.room}]
     try:
-        return run(chosen, ROOT, given.ledger, given.timeout)
+        return run(chosen, ROOT, given.timeout)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
