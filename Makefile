@@ -53,15 +53,15 @@ NEIGHBOURS := build/neighbours-env
 neighbours := accelerate bitsandbytes compressed-tensors datasets flash-linear-attention peft sae-lens torchao triton trl
 neighbours_pip = "$(NEIGHBOURS)/bin/python" -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
-core := ops functional nn training hybrid packed reference reglu auto auto_graphs compaction recipe recipe_tracker \
+core := ops functional nn training hybrid reference reglu auto auto_graphs compaction recipe recipe_tracker \
 	sparsify sparsify_refusals sparsify_pairs sparsify_family serving projections testing nvtx
 
 # What a change of the library breaks first.
-quick := imports functional nn packed reference ops hybrid launches format memory transforms
+quick := imports functional nn reference ops hybrid launches format memory transforms
 
 # What runs with an emulated Python for ARM: the kernels' host halves, the C runner, the operators on a CPU. torch 2.10 is
 # the last whose wheel for ARM is a CPU build.
-emulated := packaged host program functional nn packed reference ops hybrid format memory
+emulated := packaged host program functional nn reference ops hybrid format memory
 EMULATED := build/aarch64/python3 -W ignore
 
 .PHONY: help demo test quick check test-torch test-aarch64 test-serving test-neighbours faults nightly lint format charts docs symbols wheel sdist release bundle clean

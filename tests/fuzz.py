@@ -235,7 +235,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget-s", type=float, default=60, help="seconds after which no case begins (%(default)s)")
     parser.add_argument("--cases", type=int, help="most cases; default: as many as there is time for")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu", "cuda", "emulator"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "emulator"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--jit", action="store_true", help="hidden sizes as well that no packaged kernel has")
     parser.add_argument("--portable", action="store_true", help=family.HELP)
     parser.add_argument("--few", action="store_true", help="tokens of decoding alone, up to 64")
@@ -261,7 +263,9 @@ def main(argv: list[str] | None = None) -> int:
     # graphs are compared with eager calls, so both choose by the GPU's times alone
     if device.type == "cuda":
         rates.HOST.update({False: {}, True: {}})
-    flags = f" --device {arguments.device}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
+    flags = (
+        f" --device {arguments.device}{' --jit' if arguments.jit else ''}{' --portable' if arguments.portable else ''}"
+    )
     limits = prepare(device, arguments.portable, arguments.jit)._replace(few=arguments.few)
     kinds, threads = tuple(kind for kind in KINDS if kind in arguments.kinds), arguments.threads
     limits = limits if threads == 1 else limits._replace(graphs=False)
@@ -294,7 +298,9 @@ def main(argv: list[str] | None = None) -> int:
             again = [f"python -m tests.fuzz --replay '{case}'{flags}" for case in taken]
             with watchdog.over("; ".join(again)):
                 # alone in the main thread, whose settings cases may change
-                results = [run_case(taken[0], device)] if threads == 1 else [*pool.map(run_case, taken, [device] * threads)]
+                results = (
+                    [run_case(taken[0], device)] if threads == 1 else [*pool.map(run_case, taken, [device] * threads)]
+                )
             for case, result, command in zip(taken, results, again):
                 if result.verdict != "ok":
                     found += 1

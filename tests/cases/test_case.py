@@ -18,9 +18,7 @@ from tests.cases.pinned import cases as cases_of
 from tests.cases.verdicts import attempt, verdict
 from twell import testing
 from twell.base.activation import Activation
-from twell.call import choice
-from twell.nn import projections
-from twell.ops import float8, hybrid
+from twell.ops import hybrid
 from twell.runtime import geometry
 from twell.testing import calls, comparison, formula, operands
 from twell.testing import case as cases
@@ -239,13 +237,9 @@ def writes_to_one_buffer(op: Op) -> Op:
     return projected
 
 
-
-
 def takes_the_last(op: Op) -> Op:
     """Of equal codes those of the last tokens."""
     return lambda gate, *more: op(gate.flip(0), *more).flip(0)
-
-
 
 
 def rounds_h(op: Op) -> Op:
@@ -315,8 +309,6 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             break
     assert said != "ok"
     assert text in said, said
-
-
 
 
 def is_off_in_a_rare_neuron(op: Op) -> Op:
@@ -389,8 +381,6 @@ def test_the_last_of_equal_gates_in_place_of_the_first_are_found(monkeypatch: py
     # of integers and of real numbers, in inference and in training
     assert len({(case.exact, bool(case.wants)) for case in wrong}) == 4
     assert len(wrong) > len(found) / 3
-
-
 
 
 def test_shapes_and_missing_results_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

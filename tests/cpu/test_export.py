@@ -1,16 +1,17 @@
 """Graphs for any number of tokens: ``torch.export``, saved and loaded, and an engine's one trace."""
 
+import dataclasses
 import io
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from auto_layers import Arrivals
 from torch import Tensor, nn
 from torch.export import Dim
 
 import twell
+from tests.habits.entries import ENTRIES, Call
 from twell import testing
 from twell.choose import cards
 from twell.choose import site as sites
@@ -19,37 +20,22 @@ from twell.choose.plan import route_of
 K, N = 16, 264
 
 
-class Layer(nn.Module):
-    """A layer with the operands of a problem, as a function call or a module."""
+def layer(strategy: Any, name: str = "SparseGatedMLP") -> Call:
+    """A module of ``ENTRIES`` and 300 tokens, integers of which every strategy makes the same."""
+    more = " gated=False biases=up+down" if name == "SparseMLP" else " biases=gate+up+down"
+    line = f"layer m=300 k={K} n={N} density=0.1{more}"
+    return dataclasses.replace(ENTRIES[name], line=line).call(strategy)
 
-    def __init__(self, p: testing.FFN, gated: bool, function: bool, aux: bool, **options: Any) -> None:
+
+class Figures(nn.Module):
+    """A layer with its figures."""
+
+    def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
-        self.gated, self.function, self.aux, self.options = gated, function, aux, options
-        names = ("gate", "up", "down") if gated else ("up", "down")
-        weights = (p.w_gate, p.w_up, p.w_down.t()) if gated else (p.w_gate, p.w_down.t())
-        biases = (p.b_gate, p.b_up, p.b_down) if gated else (p.b_gate, p.b_down)
-        linears = []
-        for weight, bias in zip(weights, biases, strict=True):
-            linears.append(nn.Linear(*weight.shape[::-1], bias is not None, dtype=weight.dtype))
-            linears[-1].load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
-        if function:
-            self.linears = nn.ModuleDict(dict(zip(names, linears, strict=True)))
-        else:
-            cls: Any = twell.nn.SparseGatedMLP if gated else twell.nn.SparseMLP
-            self.mlp = cls.from_linear(*linears, **options)
+        self.mlp = mlp
 
     def forward(self, x: Tensor) -> Any:
-        if not self.function:
-            return self.mlp(x, return_aux=self.aux)
-        call: Any = twell.sparse_gated_ffn if self.gated else twell.sparse_ffn
-        weights = [linear.weight for linear in self.linears.values()]
-        biases = {f"b_{name}": linear.bias for name, linear in self.linears.items()}
-        return call(x, *weights, **biases, return_aux=self.aux, **self.options)
-
-
-def problem(m: int, biases: str, dtype: torch.dtype) -> testing.FFN:
-    """An integer problem: every strategy has the same right answer."""
-    return testing.integer_problem(m, K, N, density=0.1, biases=biases, dtype=dtype)
+        return self.mlp(x, return_aux=True)
 
 
 def saved(exported: Any) -> Any:
@@ -66,9 +52,9 @@ def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pyt
     monkeypatch.setattr(cards.imposed, "__code__", (lambda kind, index: "").__code__)
     monkeypatch.setattr(sites, "Transfer", Arrivals())
     monkeypatch.setattr(sites, "_SITES", {})
-    p = problem(300, "gate up down", torch.bfloat16)
-    layer = Layer(p, True, False, aux=False, strategy="auto")
-    exported = torch.export.export(layer, (p.x[:100],), dynamic_shapes=({0: Dim("m", min=2, max=4096)},))
+    own, right = layer("auto"), layer("row")()
+    mlp, x = own.run, own.given["x"]
+    exported = torch.export.export(mlp, (x[:100],), dynamic_shapes=({0: Dim("m", min=2, max=4096)},))
     assert not sites._SITES
     if how == "saved":
         call: Any = saved(exported).module()
@@ -77,13 +63,13 @@ def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pyt
         call = torch._inductor.aoti_load_package(package)
     sites._SITES.clear()
     for m in (300, 300, 300, 7):
-        testing.assert_same(call(p.x[:m]), testing.exact_output(p.rows(0, m)))
+        testing.assert_same(call(x[:m]), right[:m])
     ((_, site),) = sites._SITES.values()
     rows = {row.tokens: row for row in site.explain()}
     assert {tokens: row.calls for tokens, row in rows.items()} == {"5 to 8": 1, "257 to 512": 3}
-    fired = torch.relu(F.linear(p.x.float(), p.w_gate.float(), p.b_gate.float())) != 0
+    fired = mlp.gate_proj.float()(x.float()) > 0
     assert rows["257 to 512"].figures.nonzeros == pytest.approx(fired.sum().item() / 300)
-    assert twell.explain(layer).rows[0].calls == 0
+    assert twell.explain(mlp).rows[0].calls == 0
 
 
 @pytest.mark.parametrize("name", ["auto", "row", "union", "union+screen", "dense", "row+invariant"])
@@ -94,7 +80,7 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, mo
     monkeypatch.setattr(cards, "imposed", lambda kind, index: "")
     monkeypatch.setattr(sites, "Transfer", Arrivals())
     monkeypatch.setattr(sites, "_SITES", {})
-    p = problem(300, "gate up down", torch.bfloat16)
+    p = testing.integer_problem(300, K, N, density=0.1, biases="gate up down")
     merged, b_merged = torch.cat([p.w_gate, p.w_up]), torch.cat([p.b_gate, p.b_up])
     down = p.w_down.t()
     graphs: list[Any] = []
@@ -121,37 +107,34 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, mo
     assert counted == ({"129 to 256": 1, "5 to 8": 2, "2": 1, "257 to 512": 1} if name == "auto" else {})
 
 
-@pytest.mark.parametrize(
-    ("gated", "function", "strict"), [(True, True, True), (False, False, True), (True, False, False)]
-)
+@pytest.mark.parametrize(("name", "strict"), [("SparseGatedMLP", True), ("SparseMLP", True), ("SparseGatedMLP", False)])
 def test_a_layer_that_needs_gradients_exports_dense_only(
-    gated: bool, function: bool, strict: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A strict export leaves the gradients of sparse strategies out, without a word."""
     monkeypatch.setattr(cards.imposed, "__code__", (lambda kind, index: "").__code__)
-    p = problem(300, "gate up down", torch.bfloat16)
-    sizes = ({0: Dim("m", min=1, max=4096)},)
+    x = layer("dense", name).given["x"]
 
-    def export(layer: nn.Module) -> Any:
+    def export(mlp: nn.Module) -> Any:
         torch.compiler.reset()
-        return torch.export.export(layer, (p.x[:100],), dynamic_shapes=sizes, strict=strict)
+        sizes = ({0: Dim("m", min=1, max=4096)},)
+        return torch.export.export(mlp, (x[:100],), dynamic_shapes=sizes, strict=strict)
 
     for strategy in ("row", "union"):
-        layer = Layer(p, gated, function, aux=True, strategy=strategy)
+        mlp = Figures(layer(strategy, name).run)
         with pytest.raises(Exception, match=r"exports inference alone.*export under torch\.no_grad\(\), with frozen"):
-            export(layer)
-        assert "twell" in export(layer.requires_grad_(False)).graph_module.code
+            export(mlp)
+        assert "twell" in export(mlp.requires_grad_(False)).graph_module.code
 
-    dense = Layer(p, gated, function, aux=True, strategy="dense")
+    dense = Figures(layer("dense", name).run)
     for strategy in ("auto", "dense", twell.AutoStrategy()):
-        layer = Layer(p, gated, function, aux=True, strategy=strategy)
-        exported = export(layer)
+        exported = export(Figures(layer(strategy, name).run))
         assert "torch.ops.twell" not in exported.graph_module.code
         call = exported.module()
         for m in (7, 257):
-            y, aux = call(p.x[:m])
+            y, aux = call(x[:m])
             got = torch.autograd.grad(y.float().sum() + aux.l1, list(call.parameters()))
-            eager, figures = dense(p.x[:m])
+            eager, figures = dense(x[:m])
             wanted = torch.autograd.grad(eager.float().sum() + figures.l1, list(dense.parameters()))
             assert all(map(torch.equal, got, wanted))
 

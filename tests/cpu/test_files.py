@@ -5,6 +5,7 @@ import os
 import signal
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,8 @@ def test_writers_at_the_same_time_do_not_mix(tmp_path: Path) -> None:
             partial.write_text(text)
             ready.wait(30)
 
-    writers = [threading.Thread(target=write, args=(str(i),)) for i in range(4)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
+    with ThreadPoolExecutor(4) as writers:
+        list(writers.map(write, "0123"))
     assert path.read_text() in ("0", "1", "2", "3")
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
 

@@ -1,7 +1,6 @@
 """Calls on e4m3 weights without a GPU: the formula, what operands may be, the modules, and launches on a fake GPU."""
 
 import copy
-import functools
 import sys
 from typing import Any
 
@@ -163,20 +162,10 @@ def test_x_in_e4m3_of_any_shape() -> None:
         assert_same(twell.sparse_gated_ffn(given, gate, up, down, strategy="row"), right)
 
 
-
-
 def test_quantize_keeps_the_layout() -> None:
     rows = torch.randn(2, N, K)
     assert twell.quantize(rows[0].t()).values.stride() == (1, K)
     assert twell.quantize(rows.transpose(1, 2)).values.stride() == (N * K, 1, K)
-
-
-
-
-
-
-
-
 
 
 def test_a_cpu_runs_a_call_that_would_measure(monkeypatch: pytest.MonkeyPatch) -> None:

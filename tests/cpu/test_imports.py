@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from torch.utils._device import _device_constructors
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # Each line may import itself and those above. A name is a folder with all in it, or a file.
@@ -190,6 +193,26 @@ def test_one_file_asks_torch_what_it_is_doing() -> None:
     assert asked("twell.runtime.modes") == QUESTIONS - {"is_current_stream_capturing"}
     others = {module: found for module in modules() if module != "twell.runtime.modes" and (found := asked(module))}
     assert not others
+
+
+@pytest.mark.parametrize("folder", ["python/twell", "examples", "profiling"])
+def test_every_tensor_is_made_on_a_named_device(folder: str) -> None:
+    """A call without ``device`` would use torch's default device, which users may set."""
+    factories = {getattr(function, "__name__", "") for function in _device_constructors()}
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    found = []
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and isinstance(node.func.value, ast.Name)
+                and (node.func.value.id, node.func.attr in factories) == ("torch", True)
+                and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+            ):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
 
 
 def fresh(code: str, **environment: str) -> str:

@@ -26,7 +26,15 @@ def integers(*shape: int, dtype: torch.dtype = BF16, low: int = -2, high: int = 
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype = BF16, bias: bool = False) -> dict[str, Tensor | None]:
-    sizes = {"x": (m, k), "w_gate": (n, k), "w_up": (n, k), "w_down": (n, k), "b_gate": (n,), "b_up": (n,), "b_down": (k,)}
+    sizes = {
+        "x": (m, k),
+        "w_gate": (n, k),
+        "w_up": (n, k),
+        "w_down": (n, k),
+        "b_gate": (n,),
+        "b_up": (n,),
+        "b_down": (k,),
+    }
     return {name: integers(*size, dtype=dtype) if bias or name[0] != "b" else None for name, size in sizes.items()}
 
 
@@ -114,7 +122,9 @@ def checked_calls(m: int = 130) -> list[tuple[Any, dict[str, Any]]]:
     found += [(ops.unpack, (*ops.gate_pack(*pack)[:2], 264, 8)), (ops.matrix_transpose, (o["w_down"],))]
     for w_up, b_up, x in ((o["w_up"], o["b_up"], o["x"]), (None, None, None)):
         for op, strategy in itertools.product((ops.ffn_aux, ops.ffn), ("row", "union")):
-            found.append((op, (o["x"], o["w_gate"], w_up, o["w_down"], o["b_gate"], b_up, o["b_down"], 8, strategy, None)))
+            found.append(
+                (op, (o["x"], o["w_gate"], w_up, o["w_down"], o["b_gate"], b_up, o["b_down"], 8, strategy, None))
+            )
             behind = x, None, w_up, o["w_down"], None, b_up, o["b_down"], 8, strategy, None, "relu", 0.0, False, False
             found.append((op, (*behind, gate_of(o))))
     layer = (*(o[name] for name in ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up")),)

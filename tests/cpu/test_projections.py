@@ -311,26 +311,6 @@ def test_children_of_a_pair_that_are_changed_later(name: str, change: str) -> No
         close(*(pair(tokens()) for pair in both))
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 @MODULES
 def test_a_weight_of_the_other_layout_is_refused(cls: Module) -> None:
     """[intermediate, hidden] is a file's layout, which must not be mistaken for the transposed view."""

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
+import twell
 from twell import ops, testing
 from twell.ops import reference
 from twell.runtime import geometry
@@ -109,3 +111,33 @@ def test_window_equals_the_reference(dtype: torch.dtype) -> None:
     for actual, expected in zip(ops.window(gate, *given), (near, counts), strict=True):
         testing.assert_same(actual, expected)
     testing.assert_same(gate, kept)
+
+
+def integers() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(-2, 3, (5, 16)).to(BF16), torch.randint(-2, 3, (264, 16)).to(BF16)
+
+
+def test_a_packed_gate_is_frozen_and_a_pytree() -> None:
+    packed = twell.pack(*integers())
+    with pytest.raises(AttributeError):
+        packed.n = 8  # type: ignore[misc]
+    leaves, spec = pytree.tree_flatten(packed)
+    assert [leaf.data_ptr() for leaf in leaves] == [t.data_ptr() for t in (packed.words, packed.spill, packed.stats)]
+    assert isinstance(pytree.tree_unflatten(leaves, spec), twell.PackedTwell)
+    keys = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(packed)[0]]
+    assert keys == [".words", ".spill", ".stats"]
+    moved = pytree.tree_map(lambda t: t.clone(), {"a": packed})["a"]
+    assert (moved.n, moved.compression) == (264, 8)
+    assert torch.equal(moved.unpack(), packed.unpack())
+
+
+def test_a_packed_gate_compiles_as_argument_and_result() -> None:
+    x, w = integers()
+
+    def twice(packed: twell.PackedTwell) -> tuple[twell.PackedTwell, torch.Tensor]:
+        return twell.pack(packed.unpack()[:, :16] * 0 + x, w), packed.nnz()
+
+    packed = twell.pack(x, w)
+    again, nnz = torch.compile(twice, fullgraph=True, backend="aot_eager")(packed)
+    assert torch.equal(again.words, packed.words)
+    assert nnz == packed.nnz()

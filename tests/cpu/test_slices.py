@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import twell
-from twell import testing
 from twell.base.activation import RELU
 from twell.choose import rates
 from twell.choose.plan import Route
@@ -78,10 +77,6 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         figures = rates.Figures(60.0, 0.04)
         assert rates.worth_screening(large, figures)
         assert rates.decide(large, figures._replace(candidates=0.05), "union", None).strategy == "union+screen"
-
-
-
-
 
 
 def test_scratch_of_an_overfull_backward() -> None:

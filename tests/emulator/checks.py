@@ -5,9 +5,7 @@ Operands have longer rows than columns, with NaN between. Integers are small, so
 
 import importlib
 import math
-import random
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch

@@ -127,8 +127,6 @@ def test_neurons_that_are_staged_in_two_parts(emulator: Emulator) -> None:
         checks.rank(16392, 300, 33, 8)
 
 
-
-
 @SEEDS
 @pytest.mark.parametrize(
     ("line", "clusters"),

@@ -9,7 +9,7 @@ import pytest
 from tests.faults import __main__ as runner
 from tests.faults.faults import FAULTS, ROOT, Fault, apply
 
-OF_TREE = Fault("small: half", "small.py", "x / 2", "x / 3", "test_small.py -k half")
+OF_TREE = Fault("small: half", "small.py", "x / [-2-]{+3+}", "test_small.py -k half")
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def test_every_selection_has_tests() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"old": "x / 4"}, "expected its old text once in small.py, got 0 times"),
-        ({"old": "return x"}, "expected its old text once in small.py, got 2 times"),
+        ({"change": "x / [-4-]{+3+}"}, "expected its old text once in small.py, got 0 times"),
+        ({"change": "return x{+ + 1+}"}, "expected its old text once in small.py, got 2 times"),
         ({"file": "third.py"}, "expected a file third.py, got none"),
-        ({"new": "x / 2"}, "expected a new text that differs"),
+        ({"change": "x / 2"}, "expected a new text that differs"),
     ],
 )
 def test_a_fault_that_does_not_fit_is_an_error(change: dict[str, str], said: str, tree: Path) -> None:
@@ -82,7 +82,7 @@ def test_what_the_runner_says(tree: Path, monkeypatch: pytest.MonkeyPatch, capsy
             OF_TREE._replace(name="none", tests="test_small.py -k third"),
             "cannot tell: without the fault, pytest ended with 5",
         ),
-        (OF_TREE._replace(name="broken", new="x /"), "cannot tell: pytest ended with 2"),
+        (OF_TREE._replace(name="broken", change="x / [-2-]"), "cannot tell: pytest ended with 2"),
     ]
     assert runner.run([fault for fault, _ in cases], tree, 60) == 1
     printed = capsys.readouterr().out

@@ -13,7 +13,7 @@ from twell import ops, testing
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
-BF16, FP16 = torch.bfloat16, torch.float16
+FP16 = torch.float16
 
 
 @DTYPES

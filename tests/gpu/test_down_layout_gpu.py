@@ -1,6 +1,6 @@
 """``down_layout="auto"`` on a GPU: by rows in inference, as nn.Linear's for torch and others, still under a graph."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -125,27 +125,19 @@ def test_threads_and_streams() -> None:
         expected = layer(x)
     set_down_layout(layer, "auto")
     torch.cuda.synchronize()
-    wrong: list[Any] = []
 
     def work(lists: bool) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
-                for _ in range(100):
-                    if lists:
-                        sum(p.numel() for p in layer.parameters())
-                        # what would reuse memory too early
-                        torch.full((2048, 5632), torch.nan, device="cuda", dtype=BF16)
-                    elif not torch.equal(layer(x), expected):
-                        wrong.append("another result")
-        except BaseException as error:
-            wrong.append(error)
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            for _ in range(100):
+                if lists:
+                    sum(p.numel() for p in layer.parameters())
+                    # what would reuse memory too early
+                    torch.full((2048, 5632), torch.nan, device="cuda", dtype=BF16)
+                else:
+                    assert torch.equal(layer(x), expected)
 
-    threads = [threading.Thread(target=work, args=(i == 0,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, (True, False, False, False)))
 
 
 def test_laying_beside_a_capture() -> None:
@@ -153,26 +145,21 @@ def test_laying_beside_a_capture() -> None:
     layer = SparseGatedMLP(K, N, device="cuda", strategy="row", dtype=BF16).eval()
     decode(layer)
     list(layer.parameters())
-    wrong: list[BaseException] = []
     # drawing belongs to the capture of its device, whichever thread draws
     token = torch.randn(1, K, device="cuda", dtype=BF16)
 
     def work() -> None:
-        try:
-            for _ in range(3):
-                with torch.no_grad():
-                    layer(token)
-                list(layer.parameters())
-        except BaseException as error:
-            wrong.append(error)
+        for _ in range(3):
+            with torch.no_grad():
+                layer(token)
+            list(layer.parameters())
 
     x = torch.zeros(8, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         x.add_(1)
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
+        with ThreadPoolExecutor(1) as thread:
+            failed = thread.submit(work).exception()
     graph.replay()
-    assert not wrong
+    assert failed is None
     assert torch.equal(x, torch.ones_like(x))

@@ -13,7 +13,6 @@ from twell import testing
 from twell.choose.plan import Route
 from twell.runtime import host, program
 
-CUDA = torch.device("cuda", 0)
 K, N = 1024, 2816
 
 

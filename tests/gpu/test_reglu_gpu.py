@@ -17,7 +17,7 @@ from twell.choose import tuning
 from twell.ops.reglu import on_cuda as reglu_on_cuda
 from twell.runtime import program
 
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16 = torch.bfloat16
 # a dense layer of many tokens is fused; the neurons are no multiple of eight
 M, K, N = 8192, 264, 1035
 

@@ -6,9 +6,9 @@ layer from two streams each, with two inputs in turn, and fill memory beside: wh
 
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -68,11 +68,10 @@ def strain(kind: str) -> tuple[int, int]:
                 torch.full((2048, 5632), torch.nan, device=CUDA, dtype=BF16)
                 torch.cuda.current_stream().synchronize()
 
-    threads = [threading.Thread(target=repeat, args=(i,)) for i in range(STREAMS)] + [threading.Thread(target=fill)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(STREAMS + 1) as threads:
+        filling = threads.submit(fill)
+        list(threads.map(repeat, range(STREAMS)))
+        filling.result()
     return sum(wrong), sum(calls)
 
 

@@ -4,10 +4,10 @@ import copy
 import gc
 import io
 import pickle
-import threading
 import warnings
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -222,26 +222,17 @@ def repeats(entry: Entry) -> None:
         same(call(), kept)
     trains = "backward" not in entry.absent
     kept_gradients = gradients(call) if trains else []
-    wrong: list[Any] = []
 
     def run(number: int) -> None:
-        try:
-            # each thread has a mode of its own
-            if trains and number % 2:
-                same(gradients(call), kept_gradients)
-            else:
-                with torch.no_grad():
-                    same(call(), kept)
-        except BaseException as error:
-            wrong.append(error)
+        # each thread has a mode of its own
+        if trains and number % 2:
+            same(gradients(call), kept_gradients)
+        else:
+            with torch.no_grad():
+                same(call(), kept)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if wrong:
-        raise wrong[0]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(run, range(8)))
 
 
 def owned(entry: Entry) -> None:

@@ -1,4 +1,6 @@
-"""Layers of e4m3 weights on a GPU: the bits of the gate and of what is quantised."""
+"""Layers of e4m3 weights on a GPU, by the bits of the gate and of what is quantised, and experts' odd operands."""
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from twell import testing
 from twell.ops import float8
 from twell.ops.e4m3 import hidden_in_float8, product, tokens_in_float8
 from twell.ops.float8 import E4M3, Float8
+from twell.testing.case import Case
+from twell.testing.operands import build, laid_out
 
 CUDA = torch.device("cuda")
 
@@ -60,3 +64,36 @@ def test_quantised_hidden_states_are_those_of_the_formula(n: int, gated: bool) -
     right = float8.quantize_tokens(h.cpu())
     assert torch.equal(values.view(torch.uint8).cpu(), right.values.view(torch.uint8))
     testing.assert_same(scale.cpu(), right.scale)
+
+
+# Experts
+
+BASE = Case.of("experts m=64 k=264 n=520 experts=9 slots=3 gated=False activation=relu2")
+
+
+def operands(case: Case) -> dict[str, Any]:
+    return {name: t for name, t in laid_out(case, build(case, CUDA)).items() if name != "dy"}
+
+
+def call(case: Case, p: dict[str, Any]) -> Any:
+    return twell.sparse_experts(**p, **case.asked, activation=case.activation)  # type: ignore[arg-type]
+
+
+def test_ids_that_are_no_experts_read_nothing() -> None:
+    p = operands(BASE)
+    odd = p["expert_ids"].clone()
+    odd[::3, 0] = torch.tensor([BASE.experts, -2, 1 << 40, -(1 << 40)], device=CUDA).repeat(9)[: len(odd[::3])]
+    gone = torch.where((odd < 0) | (odd >= BASE.experts), -1, odd)
+    for strategy in ("row", "dense"):
+        how = BASE.replace(strategy=strategy)
+        testing.assert_same(call(how, p | {"expert_ids": odd}), call(how, p | {"expert_ids": gone}))
+
+
+def test_a_weight_of_zero_hides_no_infinity() -> None:
+    """Its token is routed all the same: h is 0 * inf."""
+    x, ids = torch.ones(2, 64, dtype=torch.bfloat16, device=CUDA), torch.tensor([[0], [1]], device=CUDA)
+    x[0, 0] = torch.inf
+    up, down = (torch.ones(2, 32, 64, dtype=torch.bfloat16, device=CUDA) for _ in "ab")
+    y = twell.sparse_experts(x, up, down.mT, ids, torch.tensor([[0.0], [1.0]], device=CUDA), strategy="row")
+    assert bool(y[0].isnan().all())
+    assert torch.equal(y[1], torch.full_like(y[1], 64 * 32))
