@@ -63,9 +63,11 @@ def test_a_word_reads_back_with_all_of_its_bits() -> None:
     assert not dense[0, :65535].any()
 
 
-@pytest.mark.parametrize("m", [0, 130])
-def test_opcheck(m: int) -> None:
-    for op, arguments in checked_calls(m):
+def test_opcheck() -> None:
+    """The habits ask it of tokens and of the operators that calls reach; here are none, and the others."""
+    alone = ops.reglu, ops.reglu_backward, ops.matrix_transpose, ops.window, ops.hybrid_backward_accumulate
+    given = [(op, arguments) for op, arguments in checked_calls() if op in alone]
+    for op, arguments in given + [(op, arguments) for op, arguments in checked_calls(0) if op not in alone]:
         if not any(isinstance(a, Tensor) and a.dtype == torch.float8_e4m3fn for a in arguments.values()):
             torch.library.opcheck(op, tuple(arguments.values()))
 

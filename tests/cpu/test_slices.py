@@ -79,6 +79,21 @@ def test_what_auto_measures_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rates.decide(large, figures._replace(candidates=0.05), "union", None).strategy == "union+screen"
 
 
+@pytest.mark.parametrize("n", [65544, 100000])
+def test_few_tokens_of_a_short_last_slice(n: int) -> None:
+    """The room of a slice is found again from the length of all."""
+    x, w_down = torch.ones(1, 8).bfloat16(), torch.ones(n, 8).bfloat16()
+    w_up = torch.zeros(n, 8).bfloat16()
+    w_up[::5000] = 0.125
+    w_up.requires_grad_()
+    for m in (1, 2, 7, 15, 33, 40):
+        y = twell.sparse_ffn(x.expand(m, 8), w_up, w_down.t(), strategy="union")
+        (grad,) = torch.autograd.grad(y.sum(), w_up)
+        assert y.eq(len(w_up[::5000])).all()
+        assert grad[::5000].eq(8 * m).all()
+        assert int(grad.count_nonzero()) == 8 * len(w_up[::5000])
+
+
 def test_scratch_of_an_overfull_backward() -> None:
     """That of many neurons is at most what one slice of all tokens or a short slice and fp32 sums would take."""
     assert geometry.overflow_tokens(16384, 5632, 2048, 3, 3) == geometry.OVERFLOW_BACKWARD
