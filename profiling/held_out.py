@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from profiling.harness import show
 from profiling.tables import RESULTS
 from profiling.tune import card_of, read, write_rows
 from twell import testing
@@ -35,6 +36,7 @@ from twell.testing import Workload
 GRAPHS = range(16, 513)
 # one pass over the weights computes as many
 FEW = 32
+SHOWN = (*tune.SIZES, "nonzeros", "heaviest", "union", "candidates", "loss", "auto", "costs", "dense_ms")
 
 
 def points() -> list[Row]:
@@ -69,16 +71,8 @@ def decided(row: Row, card: Card) -> Row:
     return row | {"auto": decision.strategy, "costs": costs, "loss": right.get(decision.strategy)}
 
 
-def line(row: Row) -> str:
-    m, k, n, gated, training = (row[name] for name in tune.SIZES)
-    loss = "RED" if row["loss"] is None else f"{row['loss']:.1%}"
-    times = ", ".join(f"{route} {ms / row['dense_ms']:.3f}" for route, ms in tune.ms_of(row).items())
-    what = f"{'' if gated else 'non-'}gated{' training' if training else ''}"
-    return f"{loss:>6}  {k:5} x {n:5} {what:18} M = {m:5} {row['nonzeros']:6.1f} nnz: {row['auto']}; {times} of dense"
-
-
 def summary(rows: Sequence[Row]) -> Iterator[str]:
-    """Mean and maximum of the losses by kind of call, and the ten worst points."""
+    """Mean and maximum of the losses by kind of call."""
     known = [row for row in rows if row["loss"] is not None]
     kinds = {
         f"forward above {FEW} tokens": [row["loss"] for row in known if not row["training"] and row["m"] > FEW],
@@ -90,8 +84,6 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
     for name, losses in kinds.items():
         if losses:
             yield f"{name}: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
-    yield from (line(row) for row in sorted(known, key=lambda row: -row["loss"])[:10])
-    yield from (f"{line(row)} {row['red']}" for row in rows if row["red"])
 
 
 def measure_all(arguments: argparse.Namespace, device: timing.Device, card: Card) -> list[Row]:
@@ -103,7 +95,7 @@ def measure_all(arguments: argparse.Namespace, device: timing.Device, card: Card
             print(f"out of time: {len(rows)} of {len(chosen)} points")
             break
         rows.append(decided(measure(point, device, card, arguments.seconds), card))
-        print(line(rows[-1]), flush=True)
+        print(f"{len(rows)} of {len(chosen)}", flush=True)
         write_rows(arguments.out, rows, **about, complete=len(rows) == len(chosen))
     return rows
 
@@ -119,6 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
         write_rows(arguments.out, rows, **data)
     else:
         rows = measure_all(arguments, device, card)
+    # red ones, then those that lose most
+    show(sorted(rows, key=lambda row: (not row["red"], -(row["loss"] or 0)))[:10], SHOWN)
     print(*summary(rows), sep="\n")
     return 1 if any(row["red"] for row in rows) else 0
 

@@ -36,7 +36,7 @@ class Source:
         if self.pattern is None:
             assert self.folder is not None
             try:
-                return testing.load(self.name, m, real_layers=self.folder, device=device, dtype=dtype)
+                return testing.load_real(int(self.name[4:]), self.folder, m, device=device, dtype=dtype)
             except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
                 raise RequestError(f"{self.text} cannot be read: {error}") from None
         if not self.possible(n):

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from profiling.engine import one
 from profiling.engine.models import DRAWN, LENGTH
-from profiling.harness import Row, write_json, written
+from profiling.harness import Row, show, write_json, written
 from twell import testing
 
 # Options of the engines of each name; those named first run without twell.
@@ -41,6 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 SIZES = (1, 8, 32, 64, 128, 256, 512)
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+SHOWN = ("engine", "prompt", "sequences", "new", "per_s", "step_ms", "differ", "gap")
 
 
 class Engine(NamedTuple):
@@ -125,14 +126,6 @@ def rows_of(found: Mapping[str, Row]) -> list[Row]:
     return rows
 
 
-def said(row: Row) -> str:
-    """A row as a line of text."""
-    step = "" if row["step_ms"] is None else f", {row['step_ms']:.3f} ms of the GPU for a step"
-    other = f", {row['differ']} differ, by {row['gap']:.3f}" if row["differ"] else ""
-    what = f"{row['sequences']} prompts of {row['prompt']}" if row["new"] == 1 else f"{row['sequences']} sequences"
-    return f"{row['engine']:12} {what:24} {row['per_s']:10,.0f} tokens/s{step}{other}"
-
-
 def main() -> int:
     """Measure the engines, print a line for each workload and write the rows."""
     parser = argparse.ArgumentParser(
@@ -178,7 +171,7 @@ def main() -> int:
         if name not in found:
             print(f"{name} did not finish:\n{(folder / f'{name}.log').read_text(errors='replace')[-3000:]}")
     rows = rows_of(found)
-    print(*map(said, rows), sep="\n")
+    show(rows, SHOWN)
     given = {key: value for key, value in vars(arguments).items() if key not in ("work", "out")}
     facts = [{key: value for key, value in each.items() if key != "workloads"} for each in found.values()]
     write_json(arguments.out, rows, machine=testing.machine_line(), arguments=given, engines=facts)

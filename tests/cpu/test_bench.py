@@ -514,7 +514,7 @@ def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyP
 
 def test_dense_products_copy_no_weight() -> None:
     """A copy at each call would make the baseline slow."""
-    layer = Weights(testing.load("topic29", m=8, k=64, n=160, device=CPU))
+    layer = Weights(testing.make("topic29", m=8, k=64, n=160, device=CPU))
     assert all(record.values.is_contiguous() for record in (layer.gate, layer.up, layer.stored))
     assert layer.both[0].is_contiguous()
     # as kernels read it

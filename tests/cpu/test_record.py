@@ -64,7 +64,7 @@ def test_recorded_layers_are_workloads_of_the_benchmark(llama: Path, words: Path
     assert [source.name for source in workloads.parse([f"real:{out}/1"])] == ["real1"]
     with pytest.raises(RequestError):
         workloads.parse([f"real:{out}/0"])
-    assert testing.load("real1", 1000, real_layers=out, device="cpu").x.shape == (1000, 64)
+    assert testing.load_real(1, out, 1000, device="cpu").x.shape == (1000, 64)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("opt", {}), ("llama", {"mlp_bias": True})])

@@ -179,7 +179,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     "distributed.tensor_parallel_plan": (distributed.tensor_parallel_plan, lambda: {"model": layer()}),
     "distributed.SparseMLPParallel": (distributed.SparseMLPParallel, dict),
     "testing.make": (testing.make, lambda: {"name": "topic29", "m": 4, "k": 16, "n": 256, "device": "cpu"}),
-    "testing.load": (testing.load, None),
     "testing.integer_problem": (testing.integer_problem, lambda: {"m": 4, "k": 16, "n": 256}),
     "testing.errors": (testing.errors, lambda: {"out": torch.zeros(2, 3), "answer": torch.zeros(2, 3)}),
     "compact, a model": (

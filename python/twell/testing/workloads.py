@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell.base.arguments import require, require_integer
+from twell.base.arguments import require_integer
 
 
 class ModelSizes(NamedTuple):
@@ -207,29 +207,6 @@ def _stored(arrays: Any, name: str) -> Tensor:
     if f"{name}_scale" in arrays:
         return array.float() * torch.from_numpy(arrays[f"{name}_scale"])
     return array.view(torch.bfloat16).float()
-
-
-def load(
-    name: str,
-    m: int = 16384,
-    k: int = PAPER_HIDDEN,
-    n: int = PAPER_NEURONS,
-    *,
-    real_layers: Path | str | None = None,
-    seed: int = 0,
-    device: torch.device | str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-) -> FFN:
-    """The workload ``name``: a key of WORKLOADS, or ``real3`` for layer 3 of the folder ``real_layers``.
-
-    A recorded layer has its own k and n. Raises ValueError for an unknown name, or a recorded layer without a folder.
-    """
-    require("name", name, str, "the name of a workload")
-    if name.startswith("real") and name[4:].isdecimal():
-        if real_layers is None:
-            raise ValueError(f"{name} needs real_layers, the folder that holds layer{name[4:]}.npz, got none")
-        return load_real(int(name[4:]), real_layers, m, seed=seed, device=device, dtype=dtype)
-    return make(name, m, k, n, seed=seed, device=device, dtype=dtype)
 
 
 def real_names(folder: Path | str) -> list[str]:
