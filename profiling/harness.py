@@ -12,11 +12,9 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +26,7 @@ from profiling.device import Ceilings, Device, Gpu
 from twell.base import files
 from twell.base.text import aligned
 from twell.commands import tune
-from twell.commands.request import RequestError, at_least, number_above, pick_device
+from twell.commands.request import RequestError, at_least, check_json, number_above, pick_device
 from twell.commands.timing import FAILURES, Call, Recording, measure, reason, spread
 from twell.runtime import nvtx
 from twell.testing import Comparison
@@ -299,14 +297,15 @@ def cell(value: Any) -> str:
 
 
 def write_json(path: Path, rows: Sequence[Any], **facts: Any) -> None:
-    """Write the facts with the date and ``rows``; infinity and NaN become null.
+    """Write the facts with the date, and ``rows``, one a line; infinity and NaN become null.
 
     The file is written whole or not at all, so that an interruption leaves the old one.
     """
-    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    facts = {"machine": facts.pop("machine"), "date": date, **facts, "rows": rows}
+    facts = {"machine": facts.pop("machine"), "date": tune.now(), **facts}
+    lines = ",\n".join(json.dumps(_finite(row), allow_nan=False) for row in rows)
+    text = json.dumps(_finite(facts), indent=1, allow_nan=False).removesuffix("\n}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, json.dumps(_finite(facts), indent=1, allow_nan=False) + "\n")
+    files.write_text(path, f'{text},\n "rows": [\n{lines}\n]}}\n')
 
 
 def _holds_path(value: Any) -> bool:
@@ -322,20 +321,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value
-
-
-def require_writable(path: Path | None) -> None:
-    """Make the folder of the path; raise RequestError unless the file can be written."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise RequestError(f"{path} is a folder: expected the name of a file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.resolve().parent):
-            pass
-    except OSError as error:
-        raise RequestError(f"{path} cannot be written: {error}") from None
 
 
 # of a table of options: a type, the names to choose from, or bool for a flag; the default, a list if there may be
@@ -375,7 +360,7 @@ class Bench:
     """
 
     def __init__(self, name: str, arguments: argparse.Namespace, **facts: Any) -> None:
-        require_writable(arguments.out)
+        check_json("--out", arguments.out)
         self.name, self.facts, self.out, self.seconds = name, facts, arguments.out, arguments.seconds
         self.arguments, self.profiled = arguments, arguments.profile
         # in the file, without paths

@@ -21,9 +21,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from profiling.harness import show
+from profiling.harness import show, write_json
 from profiling.tables import RESULTS
-from profiling.tune import card_of, read, write_rows
+from profiling.tune import card_of, read
 from twell import testing
 from twell.choose import cards, rates
 from twell.choose.cards import Card
@@ -96,7 +96,8 @@ def measure_all(arguments: argparse.Namespace, device: timing.Device, card: Card
             break
         rows.append(decided(measure(point, device, card, arguments.seconds), card))
         print(f"{len(rows)} of {len(chosen)}", flush=True)
-        write_rows(arguments.out, rows, **about, complete=len(rows) == len(chosen))
+        if arguments.out is not None:
+            write_json(arguments.out, rows, **about, complete=len(rows) == len(chosen))
     return rows
 
 
@@ -108,7 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     if device is None:
         data = read(arguments.rows)
         rows = [decided(row, card) for row in data.pop("rows")]
-        write_rows(arguments.out, rows, **data)
+        if arguments.out is not None:
+            write_json(arguments.out, rows, **data)
     else:
         rows = measure_all(arguments, device, card)
     # red ones, then those that lose most

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from profiling.bench.portable import kernels_of
+from profiling.harness import write_json
 from profiling.tables import loads
 from twell.base import files
 from twell.choose import cards
@@ -26,15 +27,6 @@ from twell.choose.cards import Card
 from twell.commands import tune
 from twell.commands.request import exit_status
 from twell.runtime import specs
-
-
-def write_rows(path: Path | None, rows: Sequence[tune.Row], **about: Any) -> None:
-    """Write a file of results, one row a line; nothing without a path."""
-    if path is None:
-        return
-    text = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_text(path, f'{json.dumps(about)[:-1]}, "rows": [\n{text}\n]}}\n')
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -87,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def keep(rows: list[tune.Row], card: Card, complete: bool) -> None:
         about = {name: getattr(card, name) for name in ("machine", "date", "family")}
-        write_rows(arguments.out, rows, **about, complete=complete)
+        if arguments.out is not None:
+            write_json(arguments.out, rows, **about, complete=complete)
 
     def run() -> int:
         write = ship if arguments.write else None

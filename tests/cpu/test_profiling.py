@@ -1,6 +1,11 @@
 """How eager calls are timed, with a GPU that records; steps of several GPUs."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -74,3 +79,15 @@ def test_a_step_of_several_gpus_with_another_loss_or_norm_is_red(loss: float, no
     assert sparse["red"].startswith(red)
     assert bool(sparse["red"]) == bool(red)
     assert (dense["speedup"], sparse["speedup"]) == (1.0, None if red else 1.5)
+
+
+@pytest.mark.nightly
+def test_steps_on_two_processes(root: Path, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    words = "profiling.bench parallel --config 2x32x64x2x64 --sequence 32 --micro-batch 1 --rounds 1 --device cpu --out"
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'python'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
+    subprocess.run([*launch, *words.split(), str(tmp_path / "out.json")], check=True, env=environment)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {(row["mode"], row["variant"]) for row in rows if row["ms"] and not row["red"]} == {
+        (mode, f"{kind} eager") for mode in parallel.MODES for kind in ("dense", "sparse")
+    }

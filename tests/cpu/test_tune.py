@@ -255,7 +255,6 @@ def test_the_cards_that_ship_are_made_of_rows(small: None, folder: Path, tmp_pat
     assert data["complete"]
     # the last pattern of a training step may be more than its format holds
     assert [sum(row.get("float8", False) for row in data["rows"]), len(data["rows"])] in ([5, 16], [5, 17])
-    assert len(out.read_text().splitlines()) == len(data["rows"]) + 2
     capsys.readouterr()
     written_to.write_text(cards.PATH.read_text())
     for _ in range(2):
@@ -266,7 +265,7 @@ def test_the_cards_that_ship_are_made_of_rows(small: None, folder: Path, tmp_pat
         assert (written[-1].kernels, written[-1].date) == ("0123abcd", data["date"])
     assert "times are predicted within" in capsys.readouterr().out
     assert shipped.main(["--from", str(out)]) == 0
-    shipped.write_rows(other, data["rows"], machine=cards.SHIPPED.machine, date="")
+    shipped.write_json(other, data["rows"], machine=cards.SHIPPED.machine, date="")
     assert shipped.main(["--from", str(out), str(other)]) == 2
     assert f"rates are of one GPU, got rows of NVIDIA H200 and {GPU}" in capsys.readouterr().err
     for text in ("{", "[]", '{"machine": "a GPU", "date": "2026-11-21", "rows": [{"m": 1}]}'):

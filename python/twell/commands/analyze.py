@@ -12,7 +12,7 @@ from twell.base import files
 from twell.choose.cards import to_predict
 from twell.choose.rates import ASSUMED_DENSITY
 from twell.commands import saved_model, served
-from twell.commands.request import RequestError, at_least, check_file, number_above, pick_device
+from twell.commands.request import RequestError, at_least, check_json, number_above, pick_device
 from twell.integrations import layouts
 from twell.integrations.analyze import report
 from twell.integrations.analyze.calls import Call
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and print. Raises RequestError before the model runs if the request cannot be met."""
-    check_file("--json", arguments.json, (".json",))
+    check_json("--json", arguments.json)
     folder = saved_model.local(arguments.model)
     _check(arguments, folder)
     for name, usual in zip(("tokens", "sequence", "batch"), _SERVED_READ if arguments.serve else _READ):

@@ -4,7 +4,8 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -101,14 +102,19 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def check_file(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Raise RequestError unless ``path`` is None or a file with one of the suffixes can be written there."""
+def check_json(option: str, path: Path | None) -> None:
+    """Raise RequestError unless ``path`` is None or a file of JSON can be written there."""
     if path is None:
         return
-    if path.suffix.lower() not in suffixes:
-        raise RequestError(f"{option}: expected a path that ends in {' or '.join(suffixes)}, got {str(path)!r}")
+    if path.suffix.lower() != ".json":
+        raise RequestError(f"{option}: expected a path that ends in .json, got {str(path)!r}")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise RequestError(f"{option}: expected an existing folder to write to, got {str(folder)!r}")
-    if path.is_dir() or not os.access(folder, os.W_OK):
-        raise RequestError(f"{option}: expected a file that can be written, got {str(path)!r}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
+            pass
+    except OSError:
+        raise RequestError(f"{option}: expected a file that can be written, got {str(path)!r}") from None
