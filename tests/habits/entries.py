@@ -192,7 +192,7 @@ def adapted(o: Operands, strategy: Any) -> tuple[nn.Module, Operands]:
 
 def compacted(o: Operands, strategy: Any) -> tuple[nn.Module, Operands]:
     mlp, given = gated(o, strategy)
-    return twell.compact(mlp, torch.arange(len(o["b_up"])) % 4 > 0, keep_removed=True)[0], given
+    return twell.compact(mlp, torch.arange(len(o["b_up"])) % 4 > 0)[0], given
 
 
 class Recipe(nn.Module):
@@ -218,7 +218,7 @@ class Recipe(nn.Module):
         again = copy.deepcopy(self.model)
         recipe.reinitialize_dead(again, {name: torch.ones_like(mask) for name, mask in dead.items()}, step=1)
         counts = [layer.counts for layer in firing.values()]
-        return y, term, dead, counts, small(x), twell.restore(small)(x), again(x)
+        return y, term, dead, counts, small(x), again(x)
 
 
 def of_recipe(o: Operands, strategy: Any) -> tuple[nn.Module, Operands]:

@@ -152,7 +152,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     "explain": (twell.explain, lambda: {"layers": layer()}),
     "AutoStrategy": (twell.AutoStrategy, dict),
     "compact": (twell.compact, lambda: {"module": layer(), "alive": torch.arange(N) > 7}),
-    "restore": (twell.restore, lambda: {"module": twell.compact(layer(), torch.arange(N) > 7, keep_removed=True)[0]}),
     "analyze": (twell.analyze, lambda: {"model": nn.Sequential(layer()), "batches": [zeros(3, K)]}),
     "count_firing": (lambda model: twell.count_firing(model).__enter__(), lambda: {"model": layer()}),
     "sparsify_": (

@@ -37,7 +37,7 @@ PUBLIC = ("__init__", "nn/__init__", "recipe/__init__", "nn/distributed", *(f"in
 )))  # fmt: skip
 # what calls return, bases, and classes whose makers have rows
 RECORDS = (
-    "Analysis Aux CompactionReport Firing FiringCounts Float8 PackedTwell SparseFFN LayerStats SparsityStats "
+    "Analysis Aux CompactionReport Firing Float8 PackedTwell SparseFFN LayerStats SparsityStats "
     "Normalisation DownLayout"
 )
 ELSEWHERE = {

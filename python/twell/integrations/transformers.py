@@ -73,8 +73,8 @@ _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
 # Configurations that read those of sparse models.
 _STOCK = {"LlamaConfig": LlamaConfig, "Qwen2Config": Qwen2Config}
 
-# Names of what a compacted layer has beside its weights in files.
-_KEPT, _REMOVED = ".compaction.kept", ".compaction.removed"
+# The end of the name that the mask of a compacted layer has in files; version 0.3 wrote the removed rows beside it.
+_KEPT = ".compaction.kept"
 
 
 def sparsify(
@@ -357,7 +357,7 @@ class _Reader:
             _fit(model, stored)
             whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
             for name in [key.removesuffix(_KEPT) for key in whole if key.endswith(_KEPT)]:
-                cls._found[name] = Compaction(whole[name + _KEPT], whole.get(name + _REMOVED))
+                cls._found[name] = Compaction(whole[name + _KEPT])
         if hasattr(model.config, layouts.LAYOUT_KEY) and (rows := _rows(model, stored, files)):
             logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
             whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
