@@ -254,10 +254,10 @@ FAULTS = (
         "tests/cpu/test_recipe.py -k warm",
     ),
     Fault(
-        "recipe: dead neurons of an earlier window",
+        "recipe: dead neurons of an earlier step",
         "python/twell/recipe/_tracker.py",
-        "self._closed, self._reduced[-, self._dead = torch.cat(flats), False, None-]{+ = torch.cat(flats), False+}",
-        'tests/cpu/test_recipe_tracker.py tests/cpu/test_recipe.py -k "window or revives"',
+        "self._closed, self._reduced, [-self._dead, -]self._fresh = torch.cat(flats), False, [-None, -]False",
+        'tests/cpu/test_recipe_tracker.py tests/cpu/test_recipe.py -k "observed or revives"',
     ),
     # ---- loaders ----
     Fault(

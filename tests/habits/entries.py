@@ -204,7 +204,7 @@ class Recipe(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         recipe.record_aux(self.model)
-        tracker = recipe.SparsityTracker(self.model, every=1, window=1)
+        tracker = recipe.SparsityTracker(self.model, every=1)
         with (
             torch.set_grad_enabled(not torch.is_inference_mode_enabled()),
             tracker.watch(0),

@@ -1,9 +1,6 @@
 """``SparsityCallback``: the training recipe for the Trainer of transformers."""
 
-import base64
-import io
 import math
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +21,6 @@ except ImportError as error:
 
 # The paper's coefficient.
 _PAPERS = 2e-5
-# Arguments that ended with version 0.3, and the values of them that asked for nothing.
-_GONE: dict[str, tuple[Any, ...]] = {"sharing": (0, None), "settle_every": (0, None), "normalisation": ("token_sum",)}
-_GONE |= {"csv": (None,), "tensorboard": (True, False), "wandb": (True, False)}
 # Passes in training mode between two steps of a Trainer, at the most: after these its run has ended.
 _MOST_PASSES = 16
 # A miss of the target by more than this factor is worth a warning.
@@ -37,10 +31,6 @@ _MISSED = 1.1
 _LEAST_TRAVEL, _GOOD_TRAVEL = 6.0, 20.0
 # Without a target: what fires still, as a share of the first step's and of all neurons, in a run that changed nothing.
 _UNCHANGED, _SPARSE = 0.9, 0.05
-_HELD = (
-    "The L1 term came to its most: the learning rate is too small for this target, or the steps too few; a larger "
-    "learning rate or more steps help"
-)
 _TOO_MANY = (
     "More steps, a larger learning rate or layers that are not frozen help; a run that stops early does not get there"
 )
@@ -61,9 +51,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     where its own size is that of the weights times the root of K times that of the inputs. Only what inputs have in
     common moves it for all tokens: rate * steps * sqrt(K) should be above 6 times the root mean square of the gates'
     weights, better 20 times. Trainer's default of 5e-5 is mostly too small for some hundreds of steps. A warning says
-    so as training begins. As it ends, one names a miss by more than a tenth, or an L1 term that came to its most, with
-    what helps. Without ``nnz`` there is a coefficient, the paper's by default, for models of 0.5 to 2 B parameters; a
-    warning at the end says when it has changed nothing.
+    so as training begins, or when the L1 term has come to its most. As it ends, one names a miss by more than a tenth.
+    Without ``nnz`` there is a coefficient, the paper's by default, for models of 0.5 to 2 B parameters; a warning at
+    the end says when it has changed nothing.
 
     The model's forward pass must return a loss. In training mode the callback adds to it the term of
     ``recipe.TargetSparsity`` or ``coefficient`` times the warm-up's factor times ``recipe.l1_term``. A step's gradient
@@ -76,8 +66,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     ``moving_threshold`` also ``sparsity_threshold``. ``sparsity_layers`` of ``state.log_history`` is the L0 of each
     layer. Trainer calls the reporters of ``report_to``, as TensorBoard's, before the callbacks that it is given: for
     these figures there, put this one first, ``trainer.callback_handler.callbacks.insert(0, SparsityCallback(nnz=30))``.
-    A resumed run continues the warm-up from its checkpoint, in whichever folder; trainer_state.json names the dead
-    neurons. If it does not, the first step is observed.
+    A resumed run continues the warm-up and the target from its checkpoint, in whichever folder, and observes its first
+    step for dead neurons.
 
     A loss outside the model (``compute_loss_func``, an overridden ``compute_loss`` that does not use the model's loss,
     label smoothing) is an error, at the latest when a step ends in which the term had no gradient: call
@@ -100,7 +90,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             False: padding counts; a warning says so if the first batch has some. Figures in logs count it, either way.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step on layers
             whose gate is trained; 0: never. The paper has 0.1.
-        every, window: as in ``recipe.SparsityTracker``.
+        every: as in ``recipe.SparsityTracker``.
         seed: of the noise for dead neurons.
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
@@ -123,17 +113,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         attention_mask: bool = False,
         reinitialize: float = 0.0,
         every: int = 100,
-        window: int = 1,
         seed: int = 0,
-        **gone: object,
     ) -> None:
-        # Trainer gives them, unused, from checkpoints of version 0.3
-        if used := [name for name, value in gone.items() if value not in _GONE.get(name, ())]:
-            raise TypeError(
-                f"SparsityCallback: expected none of {', '.join(used)}: there is no such argument; sharing, types, "
-                "settle_every, normalisation, csv, tensorboard and wandb ended with version 0.3: Trainer's log has the "
-                "figures"
-            )
         if coefficient is not None:
             require_number("coefficient", coefficient, 0)
         require_integer("warmup_steps", warmup_steps, 0)
@@ -151,15 +132,12 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         require_flag("attention_mask", attention_mask)
         require_number("reinitialize", reinitialize, 0, 1)
         require_integer("every", every, 0)
-        require_integer("window", window, 1)
         require_integer("seed", seed, 0)
         self.coefficient, self.nnz, self.moving_threshold = coefficient, nnz, moving_threshold
         self.warmup_steps, self.warmup_start, self.attention_mask = warmup_steps, warmup_start, attention_mask
-        self.reinitialize, self.every, self.window, self.seed = reinitialize, every, window, seed
+        self.reinitialize, self.every, self.seed = reinitialize, every, seed
         self.tracker: SparsityTracker | None = None
         self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
-        # the tracker's state after the last step, on every rank
-        self._counts: dict[str, Any] | None = None
         self._model: nn.Module | None = None
         # the state of the Trainer of this run
         self._state: Any = None
@@ -220,7 +198,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "SparsityCallback: attention_mask must be off for an encoder-decoder, whose decoder has other tokens, "
                 f"got {type(model).__name__}: padding counts then"
             )
-        self.tracker = SparsityTracker(model, every=self.every, window=self.window)
+        self.tracker = SparsityTracker(model, every=self.every)
         if self.nnz is None and self._adds_term:
             recipe.record_aux(model, inputs=self.attention_mask)
         # Trainer has read it from the checkpoint to resume from, and replaces it in new checkpoints
@@ -233,10 +211,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 self._resume(saved.get("target"), state.global_step)
             if advice := _too_slow(model, kwargs.get("optimizer"), state.max_steps):
                 logger.warning("SparsityCallback: nnz=%g can hardly be reached: %s", self.nnz, advice)
-        self._counts = None
-        if state.global_step and self.reinitialize and saved["counts"] is not None:
-            self._counts = _decoded(saved["counts"])
-            self.tracker.load_state_dict(self._counts)
         self._model, self._state, self._epoch = model, state, None
         self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
         self._looked, self._fired = self.attention_mask or not self._adds_term, []
@@ -248,9 +222,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the model as it was; warn of a target that was missed, and of a coefficient that changed nothing."""
         if self.target is not None and self.nnz is not None and state.is_world_process_zero:
-            fired, held = self.target.read(warn=False)["non_zeros"], self.target.held()
-            if held or not self.nnz / _MISSED <= fired <= self.nnz * _MISSED:
-                advice = _HELD if held else _TOO_MANY if fired > self.nnz else _TOO_FEW
+            fired = self.target.read()["non_zeros"]
+            if not self.nnz / _MISSED <= fired <= self.nnz * _MISSED:
+                advice = _TOO_MANY if fired > self.nnz else _TOO_FEW
                 logger.warning(
                     "training ended with %.4g non-zeros per token, where nnz is %g. %s", fired, self.nnz, advice
                 )
@@ -301,8 +275,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             trained = trained_layers(self._model)
             dead = {name: mask for name, mask in self.tracker.dead().items() if name in trained}
             recipe.reinitialize_dead(self._model, dead, self.reinitialize, step=state.global_step, seed=self.seed)
-            # here, since every rank must take part and Trainer calls ``state`` on one alone
-            self._counts = self.tracker.state_dict()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""
@@ -313,23 +285,20 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.target is None:
             figures["sparsity_coefficient"] = self._coefficient(self._step)
         else:
-            figures |= {
-                f"sparsity_{name}": value for name, value in self.target.read(warn=False).items() if name != "non_zeros"
-            }
+            figures |= {f"sparsity_{name}": value for name, value in self.target.read().items() if name != "non_zeros"}
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             of_layers = [None if row.l0 is None else round(row.l0, 3) for row in stats.layers]
             state.log_history[-1].update(figures, sparsity_layers=of_layers)
 
     def state(self) -> dict[str, Any]:
-        """The entry in a checkpoint's trainer_state.json: arguments, and the counts behind dead neurons."""
+        """The entry in a checkpoint's trainer_state.json: arguments, and the target's state."""
         names = ("coefficient", "warmup_steps", "warmup_start", "nnz", "moving_threshold")
-        more = ("attention_mask", "reinitialize", "every", "window", "seed")
+        more = ("attention_mask", "reinitialize", "every", "seed")
         return {
             "args": {name: getattr(self, name) for name in (*names, *more)},
             "attributes": {},
-            "counts": None if self._counts is None else _encoded(self._counts),
-            "target": None if self.target is None else _encoded(self.target.state_dict()),
+            "target": None if self.target is None else self.target.state_dict(),
         }
 
     @property
@@ -359,7 +328,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "none: it is of a run without nnz; begin a new run from its weights"
             )
         try:
-            self.target.load_state_dict(_decoded(saved))
+            self.target.load_state_dict(saved)
         except ValueError as error:
             raise ValueError(
                 f"SparsityCallback: the checkpoint of step {step} must be of the same nnz, moving_threshold "
@@ -380,7 +349,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             except RuntimeError as error:
                 # somebody has set them meanwhile
                 logger.warning("the thresholds of the layers stay as they are: %s", error)
-        self.tracker = self.target = self._counts = self._model = self._state = self._mask = None
+        self.tracker = self.target = self._model = self._state = self._mask = None
         self._fired = []
 
     def _coefficient(self, step: int) -> float:
@@ -503,19 +472,6 @@ def _too_slow(model: nn.Module, optimizer: Any, steps: int) -> str:
         f"{steps} steps with a learning rate of {rate:g} move the gates too little for their size; a learning rate of "
         f"about {_GOOD_TRAVEL * size / steps:.1g}, or more steps, can reach it"
     )
-
-
-def _encoded(counts: dict[str, Any]) -> str:
-    """Counts as text for JSON."""
-    data = io.BytesIO()
-    torch.save(counts, data)
-    return base64.b64encode(zlib.compress(data.getvalue())).decode()
-
-
-def _decoded(text: str) -> dict[str, Any]:
-    data = io.BytesIO(zlib.decompress(base64.b64decode(text)))
-    counts: dict[str, Any] = torch.load(data, map_location="cpu", weights_only=True)
-    return counts
 
 
 def _length(dataloader: Any) -> int | None:

@@ -29,9 +29,8 @@ fullgraph, or around compiled blocks, it needs nothing more.
 from twell.recipe._aux import clear_aux, l1_warmup, layers, record_aux
 from twell.recipe._l1 import l1_term
 from twell.recipe._reinitialize import reinitialize_dead, trained_layers
-from twell.recipe._stats import LayerStats, SparsityStats
 from twell.recipe._target import TargetSparsity, TargetThreshold
-from twell.recipe._tracker import SparsityTracker
+from twell.recipe._tracker import LayerStats, SparsityStats, SparsityTracker
 
 __all__ = [
     "LayerStats",

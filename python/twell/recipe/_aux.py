@@ -118,12 +118,12 @@ def whole(t: Tensor) -> Tensor:
     return full
 
 
-def mean_over_ranks(value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The mean over the ranks of ``group``, None for all; ``value`` itself if torch.distributed is not in use."""
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean over all ranks; ``value`` itself if torch.distributed is not in use."""
     if dist.is_available() and dist.is_initialized():
         value = value.clone()
-        dist.all_reduce(value, group=group)
-        value /= dist.get_world_size(group)
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
     return value
 
 

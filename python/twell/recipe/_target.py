@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from twell.base.arguments import require_choice, require_integer, require_positive
@@ -74,7 +73,8 @@ class TargetSparsity:
     their steps. Where that happens the learning rate is too small for the target, or the steps are too few; ``read``
     warns once.
 
-    Everything is computed on the device of the model: no step waits. All ranks must call ``term`` and ``update``
+    Everything is computed on the device of the model: no step waits. All ranks, if torch.distributed is initialised,
+    must call ``term`` and ``update``
     equally often, whichever layers a rank skips and whichever experts it has tokens for; they share figures and
     coefficients. Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no
     more, are ignored: a step of nothing else leaves the coefficient and the figures as they are. Padding counts as
@@ -87,22 +87,13 @@ class TargetSparsity:
             threshold, of up to 2,048 tokens per call, which needs ``record_aux(model, inputs=True)``. Layers with
             "relu2" and "drelu" need "gate": L1 of their hidden state makes gates small without silencing them, or
             silences the up projection.
-        group: of ranks whose figures are taken together; None: all, if torch.distributed is initialised.
     """
 
-    def __init__(
-        self,
-        nnz: float,
-        steps: int,
-        *,
-        of: Literal["hidden", "gate"] = "hidden",
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, nnz: float, steps: int, *, of: Literal["hidden", "gate"] = "hidden") -> None:
         require_positive("nnz", nnz)
         require_choice("of", of, ("hidden", "gate"))
         require_integer("steps", steps, 1)
-        self.nnz, self.steps, self.reach = float(nnz), steps, _REACH
-        self.of, self.group = of, group
+        self.nnz, self.steps, self.reach, self.of = float(nnz), steps, _REACH, of
         self.step = 0
         self._state: Tensor | None = None
         # of the usable terms since the last update: sums of both numbers of non-zeros and of L1, and how many
@@ -160,7 +151,7 @@ class TargetSparsity:
         if self._state is None or self._sum is None:
             raise RuntimeError("TargetSparsity: update needs a term since the last update, got none")
         slow, begin, first, _, _, _, held = self._state.unbind()
-        figures = mean_over_ranks(self._sum, self.group)
+        figures = mean_over_ranks(self._sum)
         usable, means = figures[3] > 0, figures[:3] / figures[3]
         last, fired = means[:2].clamp(min=1e-3).log()
         l1 = means[2].log()
@@ -188,15 +179,15 @@ class TargetSparsity:
         stage, within = divmod(min(1.0, step / (self.reach * self.steps)) * _STAGES, 1)
         return min(1.0, (stage + math.sin(math.pi / 2 * min(1.0, 2 * within)) ** 2) / _STAGES)
 
-    def read(self, *, warn: bool = True) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         """The coefficient now and the non-zeros of the last step; NaN before there are any. Waits for the device.
 
-        Warns once if the term has come to its most, unless ``warn`` is false.
+        Warns once if the term has come to its most: the learning rate is too small, or the steps are too few.
         """
         if self._state is None:
             return {"coefficient": math.nan, "non_zeros": math.nan}
         values = self._state.tolist()
-        if values[_HELD] and warn and not self._warned:
+        if values[_HELD] and not self._warned:
             self._warned = True
             logger.warning(
                 "the L1 term has come to %g nats, and its coefficient rises no further: the learning rate is too small "
@@ -206,22 +197,19 @@ class TargetSparsity:
             )
         return {"coefficient": values[_NOW], "non_zeros": math.exp(values[_LAST])}
 
-    def held(self) -> bool:
-        """Whether the term has come to its most: the learning rate is too small, or the steps too few. Waits."""
-        return self._state is not None and bool(self._state[_HELD])
-
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on after a whole step, and the arguments that must be the same there."""
-        held = None if self._state is None else self._state.clone()
+        """What ``load_state_dict`` needs to go on after a whole step, and the arguments that must be the same there.
+
+        It has words, numbers and lists of these alone. Waits for the device.
+        """
+        held = None if self._state is None else self._state.tolist()
         target = {"nnz": self.nnz, "steps": self.steps, "l1_of": self.of}
         return {"of": "TargetSparsity", **target, "step": self.step, "state": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; terms since the last update are forgotten. ValueError if it is of another target."""
         _require_state(state, self.state_dict())
-        self.step, held = int(state["step"]), state["state"]
-        self._state = None if held is None else held.clone()
-        self._sum = None
+        self.step, self._state, self._sum = int(state["step"]), _tensor(state["state"]), None
 
     def _rate(self) -> float:
         """How far the logarithm of the coefficient moves per step and unit of error; after the way it falls to 0."""
@@ -232,7 +220,7 @@ class TargetSparsity:
     def _on(self, l1: Tensor) -> Tensor:
         """The state on the device of ``l1``, made of it if this is the first step."""
         if self._state is None:
-            begin = (_BEGIN_TERM / mean_over_ranks(l1.detach().double(), self.group)).log()
+            begin = (_BEGIN_TERM / mean_over_ranks(l1.detach().double())).log()
             nothing = torch.full_like(begin, math.nan)
             begin = torch.where(begin.isfinite(), begin, nothing)
             now = begin.exp().nan_to_num(0)
@@ -264,20 +252,19 @@ def _require_own_l1(model: nn.Module) -> None:
 
 
 def _require_state(state: Any, own: dict[str, Any]) -> None:
-    """ValueError unless ``state`` is of the same kind and target as ``own``."""
+    """ValueError unless ``state`` has the keys of ``own`` and is of the same kind and target."""
     if not isinstance(state, dict) or "of" not in state:
         got = f"the keys {', '.join(map(str, state)) or 'none'}" if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"state must be what {own['of']}.state_dict returned, got {got}")
     for name in ("of", "nnz", "steps", "l1_of"):
         if state.get(name) != own[name]:
             raise ValueError(f"state must have {name} {own[name]}, got {state.get(name)}")
-    if sharing := state.get("sharing"):
-        raise ValueError(
-            f"state must be of a target without sharing, which ended with version 0.3, got sharing {sharing}; begin a "
-            "new run from the weights"
-        )
-    if missing := own.keys() - state.keys():
-        raise ValueError(f"state must have {', '.join(own)}, got none of {', '.join(sorted(missing))}")
+    if state.keys() != own.keys():
+        raise ValueError(f"state must have {', '.join(own)}, got {', '.join(state)}")
+
+
+def _tensor(numbers: list[float] | None) -> Tensor | None:
+    return None if numbers is None else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
 class TargetThreshold:
@@ -315,22 +302,14 @@ class TargetThreshold:
         model: on its device, not compiled yet.
         nnz: the target, the mean over layers of ``Aux.l0``, below the mean of their neurons.
         steps: of the whole run, whose learning rate falls to its end.
-        group: as in ``TargetSparsity``.
 
     Raises ValueError for layers with another activation, with different thresholds or with one that moves already, as
     by another ``TargetThreshold`` before its ``settle``, and for another target.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        nnz: float,
-        steps: int,
-        *,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, nnz: float, steps: int) -> None:
         require_positive("nnz", nnz)
-        self.gates = TargetSparsity(_OPEN * nnz, steps, of="gate", group=group)
+        self.gates = TargetSparsity(_OPEN * nnz, steps, of="gate")
         self.gates.reach = _REACH_OF_GATES
         self.nnz = float(nnz)
         self._model, self._layers = model, list(require_relu(model).values())
@@ -382,16 +361,12 @@ class TargetThreshold:
         self._state = torch.stack([torch.where(usable, moved, level), least, first])
         self._write()
 
-    def read(self, *, warn: bool = True) -> dict[str, float]:
+    def read(self) -> dict[str, float]:
         """The coefficient and the threshold now and the non-zeros of the last step, as ``TargetSparsity.read``."""
-        found = self.gates.read(warn=warn)
+        found = self.gates.read()
         if self._state is not None and self.gates._state is not None:
             found["non_zeros"] = math.exp(self.gates._state[_FIRED])
         return found | {"threshold": float(next(iter(self._levels.values())))}
-
-    def held(self) -> bool:
-        """As ``TargetSparsity.held``."""
-        return self.gates.held()
 
     def settle(self) -> float:
         """Give the layers the threshold as a number, which they keep, and return it. Waits for the device.
@@ -407,8 +382,8 @@ class TargetThreshold:
         return threshold
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` needs to go on after a whole step, and the arguments that must be the same there."""
-        held = None if self._state is None else self._state.clone()
+        """As ``TargetSparsity.state_dict``."""
+        held = None if self._state is None else self._state.tolist()
         return {**self.gates.state_dict(), "of": "TargetThreshold", "nnz": self.nnz, "threshold": held}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -416,8 +391,7 @@ class TargetThreshold:
         _require_state(state, self.state_dict())
         own = self.gates.state_dict()
         self.gates.load_state_dict({**state, "of": own["of"], "nnz": own["nnz"]})
-        held = state["threshold"]
-        self._state = None if held is None else held.clone()
+        self._state = _tensor(state["threshold"])
         self._write()
 
     def _require_own(self, caller: str, found: Iterable[MLP]) -> None:

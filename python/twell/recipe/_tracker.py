@@ -3,7 +3,8 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,40 @@ from twell.base.arguments import require_integer
 from twell.nn import compaction
 from twell.nn.layers import explain
 from twell.recipe import _aux
-from twell.recipe._stats import LayerStats, SparsityStats, ratio
 from twell.runtime.log import warn_once
+
+
+class LayerStats(NamedTuple):
+    """Figures of one layer, over all ranks; None if unknown.
+
+    layer: its qualified name. neurons: N. l0, l1: means over all calls since the last read, per token, as ``Aux``.
+
+    tokens, dead: how many were observed in the last observed step, and the neurons that fired for none of these.
+
+    strategy: of most training calls so far; ``twell.explain`` gives the reasons.
+    """
+
+    layer: str
+    neurons: int
+    l0: float | None
+    l1: float | None
+    tokens: int
+    dead: int | None
+    strategy: str
+
+
+@dataclass(frozen=True)
+class SparsityStats:
+    """``LayerStats`` of all layers, in the model's order."""
+
+    layers: tuple[LayerStats, ...]
+
+    def summary(self) -> dict[str, float]:
+        """Means over the layers: l0, l1, dead (as a share of the neurons), without unknown ones."""
+        shares = [None if row.dead is None else row.dead / row.neurons for row in self.layers]
+        columns = {"l0": [r.l0 for r in self.layers], "l1": [r.l1 for r in self.layers], "dead": shares}
+        known = {name: [v for v in values if v is not None] for name, values in columns.items()}
+        return {name: sum(values) / len(values) for name, values in known.items() if values}
 
 
 class SparsityTracker:
@@ -31,10 +64,11 @@ class SparsityTracker:
                 stats = tracker.read()
 
     L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons come
-    from observed steps: the first step watched and the multiples of ``every``. An observed step costs one more product
-    with each layer's gate weight, as ``twell.count_firing`` does. A projection that is more than its weight, as an
-    adapter is, is called for that, and its dropout draws another mask. The counts of ``window`` observed steps make a
-    window, and figures are those of the last complete window. Padding counts.
+    from observed steps: the first step watched, also of a run that goes on from a checkpoint, and the multiples of
+    ``every``. An observed step costs one more product with each layer's gate weight, as ``twell.count_firing`` does. A
+    projection that is more than its weight, as an adapter is, is called for that, and its dropout draws another mask.
+    Figures are those of the last observed step that has ended; "dead" means silent in all of its tokens. Padding
+    counts.
 
     Only ``read`` waits for the device. Only calls in training mode count, without the recomputation of activation
     checkpointing. Make the tracker after pre-hooks that change the inputs of layers, on original modules, before
@@ -44,23 +78,14 @@ class SparsityTracker:
     Args:
         model: with twell layers, wrapped or not.
         every: the distance of observed steps; 0: no step is observed.
-        window: the number of observed steps in a window. With one, "dead" means silent for a batch.
-        group: of ranks whose figures are taken together. All of them must watch the same steps and read at the same
-            time. None: all ranks, if torch.distributed is initialised. Ranks that see the same tokens, as in tensor
-            parallelism, each add them to ``tokens``; no other figure changes.
+
+    If torch.distributed is initialised all ranks must watch the same steps and read at the same time. Ranks that see
+    the same tokens, as in tensor parallelism, each add them to ``tokens``; no other figure changes.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        every: int = 100,
-        window: int = 1,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, every: int = 100) -> None:
         require_integer("every", every, 0)
-        require_integer("window", window, 1)
-        self.model, self.every, self.window, self.group = model, every, window, group
+        self.model, self.every = model, every
         self._layers = _aux.layers(model)
         for name, layer in self._layers.items():
             if getattr(getattr(layer, "_recorder", None), "tracked", False):
@@ -72,7 +97,6 @@ class SparsityTracker:
         self._sums: Tensor | None = None  # float64 [L, 2]: l1 and l0
         self._calls = [0] * len(self._layers)
         self._open: dict[str, Tensor] = {}
-        self._observed = 0  # complete steps in ``_open``
         self._step: int | None = None
         self._ended: int | None = None
         self._observing = False
@@ -112,8 +136,8 @@ class SparsityTracker:
         if step != self._step:
             if self._step is None and step == self._ended:
                 warn_once(
-                    "SparsityTracker: read(), dead() or state_dict() between two micro-batches of a step ends it: what "
-                    "follows counts as another step; call them after the last micro-batch of a step"
+                    "SparsityTracker: read() or dead() between two micro-batches of a step ends it: what follows counts "
+                    "as another step; call them after the last micro-batch of a step"
                 )
             self._close_step()
             self._step = step
@@ -184,15 +208,15 @@ class SparsityTracker:
         counts = self._counts(None if self._closed is None else self._closed.cpu())
         rows = []
         for i, name in enumerate(self._neurons):
-            l1, l0 = (ratio(means[2 * i + j], calls[i]) for j in (0, 1))
+            l1, l0 = (means[2 * i + j] / calls[i] if calls[i] else None for j in (0, 1))
             rows.append(self._row(name, l0, l1, counts[name]))
         return SparsityStats(tuple(rows))
 
     def dead(self) -> dict[str, Tensor]:
-        """bool [N] for each layer, on its device: the neurons silent in the last complete window; none without one.
+        """bool [N] for each layer, on its device: the neurons silent in the last observed step; none without one.
 
-        Every rank must call it; it does not wait. The first call after a window takes part in an all-reduce; others
-        cost nothing and return the same tensors.
+        Every rank must call it; it does not wait. The first call after an observed step takes part in an all-reduce;
+        others cost nothing and return the same tensors.
         """
         self._close_step()
         if self._closed is not None and not self._reduced:
@@ -210,55 +234,29 @@ class SparsityTracker:
         self._dead = masks
         return dict(masks)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The counts of the last complete window, of all ranks, from which ``dead`` comes. Every rank must call it.
-
-        It leaves out an incomplete window, and L0 and L1 since the last read.
-        """
-        self.dead()
-        closed = None if self._closed is None else self._closed.clone()
-        return {"closed": closed, "layouts": dict(self._neurons)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the window of ``state``, on every rank. ValueError if its layers differ."""
-        theirs = {name: layout[0] if isinstance(layout, tuple) else layout for name, layout in state["layouts"].items()}
-        if self._neurons != theirs:
-            raise ValueError(f"state must be of layers with these neurons: {self._neurons}, got {theirs}")
-        # those of version 0.3 have more counts; a new window takes their place
-        closed, count = state["closed"], sum(self._neurons.values()) + len(self._neurons)
-        closed = closed if closed is not None and len(closed) == count else None
-        self._closed = None if closed is None else closed.to(self._device())
-        self._reduced, self._fresh, self._dead = closed is not None, closed is None, None
-        self._open.clear()
-        self._observed, self._step, self._ended = 0, None, None
-
     def _device(self) -> torch.device:
         return next(iter(self._layers.values())).down_proj.weight.device
 
     def _close_step(self) -> None:
-        """Close the open step, and the window if it is complete."""
-        # not only where a layer was called: all ranks must have the same windows
+        """Close the open step."""
+        # not only where a layer was called: all ranks must have observed the same steps
         if self._step is not None and self._observing and self._watched:
-            self._observed += 1
-            self._fresh = False
-            if self._observed >= self.window:
-                device = self._device()
-                flats = [
-                    self._open[name].to(device)
-                    if name in self._open
-                    else torch.zeros(neurons + 1, dtype=torch.int64, device=device)
-                    for name, neurons in self._neurons.items()
-                ]
-                self._closed, self._reduced, self._dead = torch.cat(flats), False, None
-                self._open.clear()
-                self._observed = 0
+            device = self._device()
+            flats = [
+                self._open[name].to(device)
+                if name in self._open
+                else torch.zeros(neurons + 1, dtype=torch.int64, device=device)
+                for name, neurons in self._neurons.items()
+            ]
+            self._closed, self._reduced, self._dead, self._fresh = torch.cat(flats), False, None, False
+            self._open.clear()
         if self._step is not None:
             self._ended = self._step
         self._step, self._watched = None, False
 
     def _all_reduce(self, packed: Tensor) -> Tensor:
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(packed, group=self.group)
+            dist.all_reduce(packed)
         return packed
 
     def _counts(self, closed: Tensor | None) -> dict[str, tuple[Tensor, ...] | None]:
