@@ -123,6 +123,38 @@ def _register() -> bool:
     return True
 
 
+def _run(
+    self: Any,
+    layer: Any,
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    shared_experts: Any = None,
+    shared_experts_input: Tensor | None = None,
+) -> Tensor:
+    """x [T, K] -> y [T, K], the sum over the experts of this rank; vLLM runs shared experts before."""
+    if layer.apply_router_weight_on_input:
+        # of the one expert of a token, which is all that vLLM takes
+        x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+    # those of others are -1
+    ids = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids]
+    first, second = layer.w13_weight.chunk(2, 1) if self._gated else (layer.w13_weight, None)
+    operands = x, first, second, layer.w2_weight.transpose(1, 2), ids, topk_weights.float()
+    how = self.compression, self.route.strategy, *self.activation, self.route.invariant
+    scales: tuple[Tensor | None, ...] = ()
+    if first.dtype == E4M3:
+        scales = None, None, layer.w13_input_scale, layer.w13_weight_scale, None, layer.w2_weight_scale
+    y: Tensor = torch.ops.twell.experts(*operands, *how, *scales)
+    return y
+
+
+def _store(self: Any, layer: Any) -> None:
+    """Store w2 [E, K, N] by rows of neurons, as the transposed view of a contiguous tensor; in e4m3 scales by rows."""
+    if isinstance(self, RunsFloat8Experts):
+        _vllm_float8.load_experts(layer)
+    layer.w2_weight.data = layer.w2_weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 class RunsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """Experts of one rank as one operator: their neurons with tensor parallelism, some of them with expert parallelism.
 
@@ -146,43 +178,9 @@ class RunsExperts(UnquantizedFusedMoEMethod):  # type: ignore[misc]
         self._gated, self.activation = moe.is_act_and_mul, activation
         self.route, self.compression = layers.route, layers.compression
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Store ``layer.w2_weight`` [E, K, N] as the transposed view of a contiguous [E, N, K] tensor."""
-        layer.w2_weight.data = layer.w2_weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+    process_weights_after_loading = _store
 
-    def forward_native(
-        self,
-        layer: Any,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts: Any = None,
-        shared_experts_input: Tensor | None = None,
-    ) -> Tensor:
-        """x [T, K] -> y [T, K], the sum over the experts of this rank; vLLM runs shared experts before."""
-        x, ids, weights = _of_rank(layer, x, topk_weights, topk_ids)
-        first, second = layer.w13_weight.chunk(2, 1) if self._gated else (layer.w13_weight, None)
-        y: Tensor = torch.ops.twell.experts(
-            x,
-            first,
-            second,
-            layer.w2_weight.transpose(1, 2),
-            ids,
-            weights,
-            self.compression,
-            self.route.strategy,
-            *self.activation,
-            self.route.invariant,
-        )
-        return y
-
-
-def _of_rank(layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x, and the ids and weights of the experts of this rank; ids of others are -1."""
-    if layer.apply_router_weight_on_input:
-        # of the one expert of a token, which is all that vLLM takes
-        x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
-    return x, topk_ids if layer.expert_map is None else layer.expert_map[topk_ids], topk_weights.float()
+    forward_native = _run
 
 
 class RunsFloat8Experts:
@@ -191,35 +189,11 @@ class RunsFloat8Experts:
     supports_pre_processed_weights = False
     is_monolithic = False
 
-    activation: Activation
-    route: Route
-    compression: int
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the weights in e4m3, their scales by rows, and store those of w2 by rows of neurons."""
-        _vllm_float8.load_experts(layer)
-        layer.w2_weight.data = layer.w2_weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+    _gated = False
+    apply, process_weights_after_loading = _run, _store
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """No configuration of a kernel of vLLM."""
-
-    def apply(
-        self,
-        layer: Any,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts: Any = None,
-        shared_experts_input: Tensor | None = None,
-    ) -> Tensor:
-        """x [T, K] -> y [T, K], the sum over the experts of this rank; vLLM runs shared experts before."""
-        x, ids, weights = _of_rank(layer, x, topk_weights, topk_ids)
-        scales = layer.w13_input_scale, layer.w13_weight_scale, None, layer.w2_weight_scale
-        down, how = layer.w2_weight.transpose(1, 2), (self.compression, self.route.strategy, *self.activation)
-        y: Tensor = torch.ops.twell.experts(
-            x, layer.w13_weight, None, down, ids, weights, *how, False, None, None, *scales
-        )
-        return y
 
 
 @functools.cache
