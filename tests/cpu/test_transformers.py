@@ -474,9 +474,8 @@ def store(
     rows: bool = False,
     size: str = "1GB",
     pickled: bool = False,
-    marker: str = "",
 ) -> Path:
-    """A folder with a model whose configuration has other ``fields``; down weights by ``rows``, pickled, or marked."""
+    """A folder with a model whose configuration has other ``fields``; down weights by ``rows``, or pickled."""
     model.save_pretrained(folder, max_shard_size=size)
     (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), **fields}))
     for file in folder.glob("*.safetensors"):
@@ -484,7 +483,7 @@ def store(
             key: t.t().contiguous() if rows and key.endswith("down_proj.weight") else t
             for key, t in safetensors_torch.load_file(file).items()
         }
-        safetensors_torch.save_file(state, file, {"format": "pt", **({layouts.LAYOUT_KEY: marker} if marker else {})})
+        safetensors_torch.save_file(state, file, {"format": "pt"})
         if pickled:
             file.unlink()
             torch.save(state, folder / "pytorch_model.bin")
@@ -509,7 +508,7 @@ PAPER = {
 LLAMA_TYPE = {"model_type": "llama_sparse_relu", "architectures": ["Theirs"]}
 UNGATED = PAPER | {"sparsity_gated_mlp": False}
 SQUARE = PAPER | {"sparsity_new_intermediate_size": K}
-LINEAR, ROWS = {"sparsity_down_layout": "linear"}, {"sparsity_down_layout": "rows"}
+ROWS = {"sparsity_down_layout": "rows"}
 
 
 @pytest.mark.parametrize(
@@ -526,18 +525,15 @@ LINEAR, ROWS = {"sparsity_down_layout": "linear"}, {"sparsity_down_layout": "row
         # other stock activations are ignored
         ("llama", UNGATED, {}, "relu"),
         ("llama", UNGATED | {"hidden_act": "relu2"}, {"rows": True}, "relu2"),
-        ("square", SQUARE | LINEAR, {}, "relu"),
-        ("square", SQUARE | ROWS, {"rows": True, "pickled": True}, "relu"),
-        ("square", SQUARE, {"rows": True, "marker": "rows"}, "relu"),
-        # the marker of a stock class, as `twell convert` of 0.3 left it
-        ("square", ROWS, {"rows": True}, "relu"),
+        # the key of a stock class, as `twell convert` of 0.3 left it
+        ("llama", ROWS, {"rows": True}, "relu"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_files_of_others(
     kind: str, fields: Any, how: Any, activation: Any, dtype: Any, tmp_path: Path, quiet: pytest.LogCaptureFixture
 ) -> None:
-    model = stock("llama", intermediate_size=K) if kind == "square" else stock(kind)
+    model = stock(kind)
     gated = fields.get("sparsity_gated_mlp", True)
     if not gated:
         for block in model.model.layers:
@@ -549,7 +545,7 @@ def test_files_of_others(
     assert not [r for r in quiet.records if r.levelno >= logging.WARNING and r.name.startswith("transformers")]
     assert (type(loaded), loaded.dtype) == (type(model), dtype)
     assert all(m.down_proj.weight.is_contiguous() for m in layers(loaded).values())
-    assert loaded.config.intermediate_size == (K if kind == "square" else N)
+    assert loaded.config.intermediate_size == N
     assert getattr(loaded.config, "sparsity_l1_coeff", None) == fields.get("sparsity_l1_coeff")
     own = fields.get("sparsity_strategy", "auto"), fields.get("sparsity_compression", 8)
     assert {(each.strategy, each.compression) for each in layers(loaded).values()} == {own}
@@ -572,11 +568,9 @@ def test_files_of_others(
 @pytest.mark.parametrize(
     ("fields", "how", "why"),
     [
-        (SQUARE, {}, r"must be \[32, 32\] .* sparsity_down_layout .* and there none"),
-        (SQUARE, {"pickled": True}, r"must be \[32, 32\] .* sparsity_down_layout .* and there none"),
-        # weights of another writer beside a configuration of before
-        (of_0_3("llama"), {"marker": "rows"}, "and there 'linear' and 'rows'"),
-        (SQUARE | ROWS | {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}, {"rows": True},
+        (SQUARE, {}, r"must be \[32, 32\] or \[32, 32\], whose order tells the layout"),
+        (ROWS | {"intermediate_size": K}, {"pickled": True}, r"must be \[32, 32\] or \[32, 32\], whose order tells"),
+        (PAPER | {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}, {"rows": True},
          r"down_proj.weight: quantised weights must be \[hidden, intermediate\]"),
     ],
 )  # fmt: skip
@@ -586,7 +580,8 @@ def test_files_of_others_that_are_refused(
     # scales of weights on a GPU lie along one side
     quantizer = transformers.quantizers.quantizer_finegrained_fp8.FineGrainedFP8HfQuantizer
     monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
-    folder = store(stock("llama", intermediate_size=K), tmp_path, fields, **how)
+    size = N if "quantization_config" in fields else K
+    folder = store(stock("llama", intermediate_size=size), tmp_path, fields, **how)
     with pytest.raises(ValueError, match=why):
         load(folder)
 

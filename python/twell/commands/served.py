@@ -118,7 +118,6 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
         if isinstance(group, dict) and (group.get("weights") or {}).get("num_bits") == 8:
             require_e4m3("its layers", group)
     by = quantised.get("quant_algo") or quantised.get("quant_method")
-    markers = {name: marker for path in paths for name, marker in layouts.markers(str(path)).items()}
     found, used = [], set()
     for name, up in tensors.items():
         match = _UP.match(name)
@@ -154,7 +153,7 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
             reason = "the model must be in bfloat16 with weights in e4m3, got float16"
         dtype, (n, k) = up
         down = f"{match['layer']}down_proj.weight"
-        rows = layouts.down_layout(tensors[down][1], k, n, content, markers.get(down)) == "rows"
+        rows = layouts.lies_by_rows(tensors[down][1], k, n)
         if rows and not set(content.get("architectures") or ()) & set(vllm.SPARSE):
             raise RequestError(
                 f"MODEL: {down}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except for "

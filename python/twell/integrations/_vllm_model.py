@@ -182,14 +182,13 @@ def _as_linear(weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[t
 
     Raises ValueError, with the name of the weight, for one of another shape.
     """
-    sizes, content = (config.hidden_size, config.intermediate_size), config.to_dict()
+    sizes = config.hidden_size, config.intermediate_size
     for name, weight in weights:
         if layouts.is_down(name):
             try:
-                layout = layouts.down_layout(weight.shape, *sizes, content)
+                weight = weight.t() if layouts.lies_by_rows(weight.shape, *sizes) else weight
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            weight = weight.t() if layout == "rows" else weight
         yield name, weight
 
 

@@ -1,8 +1,7 @@
 """The layout of down projections in checkpoints, and the headers of safetensors files.
 
-Two layouts exist. "linear" is nn.Linear's, [hidden, intermediate]; "rows" is its transpose, [intermediate, hidden], one
-row per neuron. If the two lengths differ, the shape decides. A square weight needs the marker ``LAYOUT_KEY``, in
-config.json or in the metadata of its safetensors file.
+Two layouts exist: nn.Linear's, [hidden, intermediate], and its transpose, one row per neuron, in files of the paper's
+code and of twell 0.3. The shape decides.
 """
 
 import json
@@ -10,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from twell.choose.plan import Facts, Route, routed
 from twell.choose.site import require_screen
@@ -18,12 +17,9 @@ from twell.nn import configuration
 from twell.runtime import geometry
 from twell.runtime.log import warn_once
 
-DownLayout = Literal["rows", "linear"]
-
-# Key of config.json and of safetensors metadata. It describes files, so a loaded model must not save "rows" in the
-# configuration beside weights of nn.Linear's shape.
+# Key of config.json by which version 0.3 described files, "linear" or "rows": a loaded model must not save it. In memory
+# it says that down weights may be of either layout.
 LAYOUT_KEY = "sparsity_down_layout"
-LAYOUTS: tuple[DownLayout, ...] = ("linear", "rows")
 
 # Key of config.json with the measured sparsity of each layer, see ``LayerFigures``.
 FIGURES_KEY = "sparsity_figures"
@@ -143,30 +139,15 @@ def is_down(name: str) -> bool:
     return _DOWN.search(name) is not None
 
 
-def down_layout(
-    shape: Sequence[int],
-    hidden: int,
-    intermediate: int,
-    config: Mapping[str, Any] | None = None,
-    of_file: str | None = None,
-) -> DownLayout:
-    """The layout of a down weight of ``shape``, in a layer of ``hidden`` inputs and ``intermediate`` neurons.
+def lies_by_rows(shape: Sequence[int], hidden: int, intermediate: int) -> bool:
+    """Whether a down weight of ``shape``, in a layer of these sizes, is [intermediate, hidden].
 
-    ``config`` is the checkpoint's configuration, or another mapping that may hold the marker ``LAYOUT_KEY``, and
-    ``of_file`` the marker of the weight's file. Raises ValueError unless the shape, with the markers that there are,
-    is that of one layout: nothing is guessed of a square weight.
+    Raises ValueError for another shape, and for a square one, of which nothing is guessed.
     """
-    marked = [marker for marker in ((config or {}).get(LAYOUT_KEY), of_file) if marker is not None]
-    shapes: dict[Any, list[int]] = {"linear": [hidden, intermediate], "rows": [intermediate, hidden]}
-    fitting = [layout for layout in LAYOUTS if shapes[layout] == list(shape)]
-    found = [layout for layout in fitting if all(marker == layout for marker in marked)]
-    if len(found) != 1:
-        raise ValueError(
-            f"the down weight must be {shapes['linear']} (linear) or {shapes['rows']} (rows), as {LAYOUT_KEY} in the "
-            f"configuration or in the file's metadata says of a square one, got {list(shape)}, and there "
-            f"{' and '.join(map(repr, marked)) or 'none'}"
-        )
-    return found[0]
+    linear, rows = [hidden, intermediate], [intermediate, hidden]
+    if linear == rows or list(shape) not in (linear, rows):
+        raise ValueError(f"the down weight must be {linear} or {rows}, whose order tells the layout, got {list(shape)}")
+    return list(shape) == rows
 
 
 def intermediate_size(config: Mapping[str, Any]) -> int | None:
@@ -257,14 +238,3 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             return {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
     except SafetensorError as error:
         raise ValueError(f"{str(path)!r} must be a safetensors file, got {error}") from None
-
-
-def markers(path: str) -> dict[str, str]:
-    """The marker of each tensor of a file, from its metadata; none if it is no safetensors file, or has none."""
-    if not path.endswith(".safetensors"):
-        return {}
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        marker = (file.metadata() or {}).get(LAYOUT_KEY)
-        return dict.fromkeys(file.keys(), marker) if marker else {}

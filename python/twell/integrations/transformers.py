@@ -26,7 +26,7 @@ before it, and after it run dense or raise.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -176,17 +176,16 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     Files of the paper's code, and those of the sparse classes of twell 0.3, open in ``LlamaForCausalLM`` and
     ``Qwen2ForCausalLM``: with ReLU, whatever stock activation ``hidden_act`` names, with the neurons that
     ``sparsity_new_intermediate_size`` says, and without a gate where ``sparsity_gated_mlp`` is false. Their down
-    weights may be [hidden, intermediate] or [intermediate, hidden]; the shape decides or, if they are square, the key
-    ``sparsity_down_layout``, "linear" or "rows". ``save_pretrained`` then writes files of the stock class or, without
-    a gate, which no stock class has, of the sparse one.
+    weights may be [hidden, intermediate] or [intermediate, hidden], which the shape tells. ``save_pretrained`` then
+    writes files of the stock class or, without a gate, which no stock class has, of the sparse one.
 
     ``strategy`` and ``compression`` are those of ``sparsify``; None is what the configuration says, by the keys
     ``sparsity_strategy``, ``sparsity_screen``, ``sparsity_invariant`` and ``sparsity_compression``, else the default.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
     the configuration. Raises as ``from_pretrained`` and ``sparsify``; FileNotFoundError for a folder that does not
     exist, unless the Hub may have one of its name; ValueError for a "fatrelu" without a threshold, for square down
-    weights of a sparse class without their layout, for a record of other layers than the model has, and for files
-    without weights of the body or with scales that transformers leaves out.
+    weights of a sparse class, for a record of other layers than the model has, and for files without weights of the
+    body or with scales that transformers leaves out.
     """
     if not Path(model).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(model)):
         raise FileNotFoundError(
@@ -358,7 +357,7 @@ class _Reader:
             whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
             for name in [key.removesuffix(_KEPT) for key in whole if key.endswith(_KEPT)]:
                 cls._found[name] = Compaction(whole[name + _KEPT])
-        if hasattr(model.config, layouts.LAYOUT_KEY) and (rows := _rows(model, stored, files)):
+        if hasattr(model.config, layouts.LAYOUT_KEY) and (rows := _rows(model, stored)):
             logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
             whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
             state_dict = {**whole, **{name: whole[name].t().contiguous() for name in rows}}
@@ -376,22 +375,17 @@ def _fit(model: Any, stored: dict[str, Tensor]) -> None:
                 linear.bias = nn.Parameter(linear.bias.new_empty(weight.shape[0]))
 
 
-def _rows(model: Any, stored: dict[str, Tensor], files: Sequence[str]) -> list[str]:
-    """The down weights that files store [intermediate, hidden]. Raises ValueError as ``layouts.down_layout``."""
-    markers = {name: marker for file in files for name, marker in layouts.markers(file).items()}
+def _rows(model: Any, stored: dict[str, Tensor]) -> list[str]:
+    """The down weights that files store [intermediate, hidden]. Raises ValueError as ``layouts.lies_by_rows``."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     found = []
     for name in filter(layouts.is_down, stored):
         shape = shapes.get(name, shapes.get(f"{model.base_model_prefix}.{name}"))
         if shape is not None:
             try:
-                hidden, intermediate = shape
-                layout = layouts.down_layout(
-                    stored[name].shape, hidden, intermediate, vars(model.config), markers.get(name)
-                )
+                found += [name] * layouts.lies_by_rows(stored[name].shape, *shape)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-            found += [name] * (layout == "rows")
     if found and getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{found[0]}: quantised weights must be [hidden, intermediate], got [intermediate, hidden]")
     return found
