@@ -637,16 +637,6 @@ def test_a_rate_that_cannot_reach_the_target_is_said_at_the_start(
         assert not any("hardly" in message for message in train(rate, optimizer))
 
 
-@pytest.mark.parametrize("coefficient", [2e-5, 1.0])
-def test_a_coefficient_that_changes_nothing_is_said(
-    coefficient: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    args = arguments(tmp_path, max_steps=30, learning_rate=1e-2, optim="adamw_torch", logging_strategy="no")
-    own = callback(coefficient=coefficient)
-    Trainer(llama(), args, train_dataset=sequences(60), callbacks=[own]).train()
-    assert ("training has not made the model sparser" in caplog.text) == (coefficient < 1)
-
-
 def test_a_pass_may_skip_all_layers(tmp_path: Path) -> None:
     """LayerDrop in a model with few layers."""
     model, seen = llama(layers=1), []

@@ -29,8 +29,6 @@ _MISSED = 1.1
 # most, and from which on it has neither. On a CPU, a tenth of the neurons as target, AdamW, rates that fall to 0, 200
 # steps: models of 64 and 192 hidden values, trained before, failed at 4.8 and 5.0 and succeeded from 9.6 and 10 on.
 _LEAST_TRAVEL, _GOOD_TRAVEL = 6.0, 20.0
-# Without a target: what fires still, as a share of the first step's and of all neurons, in a run that changed nothing.
-_UNCHANGED, _SPARSE = 0.9, 0.05
 _TOO_MANY = (
     "More steps, a larger learning rate or layers that are not frozen help; a run that stops early does not get there"
 )
@@ -52,8 +50,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     common moves it for all tokens: rate * steps * sqrt(K) should be above 6 times the root mean square of the gates'
     weights, better 20 times. Trainer's default of 5e-5 is mostly too small for some hundreds of steps. A warning says
     so as training begins, or when the L1 term has come to its most. As it ends, one names a miss by more than a tenth.
-    Without ``nnz`` there is a coefficient, the paper's by default, for models of 0.5 to 2 B parameters; a warning at
-    the end says when it has changed nothing.
+    Without ``nnz`` there is a coefficient, the paper's by default, for models of 0.5 to 2 B parameters.
 
     The model's forward pass must return a loss. In training mode the callback adds to it the term of
     ``recipe.TargetSparsity`` or ``coefficient`` times the warm-up's factor times ``recipe.l1_term``. A step's gradient
@@ -150,10 +147,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._micro_batches = self._scale = 1
         # passes in training mode since Trainer was last heard of, and whether a term of this step has had a gradient
         self._passes, self._arrived = 0, False
-        # of this pass; whether a batch has been looked at; non-zeros of each layer in the first and the last pass
+        # of this pass; whether a batch has been looked at
         self._mask: Tensor | None = None
         self._looked = False
-        self._fired: list[list[Tensor]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, hook the model."""
@@ -213,29 +209,20 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 logger.warning("SparsityCallback: nnz=%g can hardly be reached: %s", self.nnz, advice)
         self._model, self._state, self._epoch = model, state, None
         self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
-        self._looked, self._fired = self.attention_mask or not self._adds_term, []
+        self._looked = self.attention_mask or not self._adds_term
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after), with_kwargs=True),
         ]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave the model as it was; warn of a target that was missed, and of a coefficient that changed nothing."""
+        """Leave the model as it was; warn of a target that was missed."""
         if self.target is not None and self.nnz is not None and state.is_world_process_zero:
             fired = self.target.read()["non_zeros"]
             if not self.nnz / _MISSED <= fired <= self.nnz * _MISSED:
                 advice = _TOO_MANY if fired > self.nnz else _TOO_FEW
                 logger.warning(
                     "training ended with %.4g non-zeros per token, where nnz is %g. %s", fired, self.nnz, advice
-                )
-        elif self._fired and self._model is not None and state.is_world_process_zero:
-            first, last = (float(torch.stack([each.float().cpu() for each in kind]).mean()) for kind in self._fired)
-            if last > max(_UNCHANGED * first, _SPARSE * _neurons(self._model)):
-                logger.warning(
-                    "training has not made the model sparser: %.4g non-zeros per token at its end, %.4g at its begin. "
-                    "The coefficient %g is too small for this model and these steps: give nnz, the non-zeros to train "
-                    "to, or a larger one",
-                    *(last, first, self._coefficient(self._step)),
                 )
         self._detach()
 
@@ -350,7 +337,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 # somebody has set them meanwhile
                 logger.warning("the thresholds of the layers stay as they are: %s", error)
         self.tracker = self.target = self._model = self._state = self._mask = None
-        self._fired = []
 
     def _coefficient(self, step: int) -> float:
         coefficient = _PAPERS if self.coefficient is None else self.coefficient
@@ -394,10 +380,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if not self._adds_term:
             return output
         options: dict[str, Any] = {"several": True, "attention_mask": self._mask}
-        called = [layer.aux.l0 for layer in recipe.layers(model).values() if layer.aux is not None]
+        called = any(layer.aux is not None for layer in recipe.layers(model).values())
         if self.target is None:
-            if called:
-                self._fired = [(self._fired or [called])[0], called]
             term = recipe.l1_term(model, **options)
             weight = self._coefficient(self._step)
         else:
@@ -444,11 +428,6 @@ def _with_loss(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return (change(loss), *output[1:])
     output["loss"] = change(loss)
     return output
-
-
-def _neurons(model: nn.Module) -> float:
-    found = [layer.intermediate for layer in recipe.layers(model).values()]
-    return sum(found) / len(found)
 
 
 def _too_slow(model: nn.Module, optimizer: Any, steps: int) -> str:

@@ -250,21 +250,16 @@ class SparseAutoencoder(nn.Module):
             y = y + F.linear(x, self.W_skip)
         return (y, aux) if return_aux else y
 
-    def encode(self, x: Tensor, *, sparse: bool = False) -> Tensor:
-        """The codes [..., d_sae] of x [..., d_in], dense; a COO tensor if ``sparse``.
+    def encode(self, x: Tensor) -> Tensor:
+        """The codes [..., d_sae] of x [..., d_in], dense.
 
         Always by PyTorch's operators; moves and counts nothing.
         """
-        codes, _ = self._codes(self._centred(x))
-        return codes.to_sparse() if sparse else codes
+        return self._codes(self._centred(x))[0]
 
     def decode(self, codes: Tensor) -> Tensor:
-        """``codes W_dec + b_dec`` [..., d_out] of codes [..., d_sae], dense or COO of two dimensions. Skips nothing."""
+        """``codes W_dec + b_dec`` [..., d_out] of dense codes [..., d_sae]. Skips nothing."""
         self._require("codes", codes, self.d_sae)
-        if codes.is_sparse:
-            y: Tensor = torch.sparse.mm(codes, self.decoder) + self.b_dec
-            # autocast computes it in float32
-            return y.to(modes.product_dtype(codes.dtype, codes.device.type))
         return F.linear(codes, self.decoder.t(), self.b_dec)
 
     def _require(self, name: str, values: Tensor, size: int) -> None:
@@ -380,14 +375,12 @@ class SparseAutoencoder(nn.Module):
         require_integer("after_tokens", after_tokens, 1)
         return self.tokens_since_fired >= after_tokens
 
-    def auxiliary_loss(
-        self, x: Tensor, y: Tensor, dead: Tensor, *, target: Tensor | None = None, k: int | None = None
-    ) -> Tensor:
+    def auxiliary_loss(self, x: Tensor, y: Tensor, dead: Tensor, *, target: Tensor | None = None) -> Tensor:
         """AuxK: how far neurons that are ``dead``, bool [d_sae], are from reconstructing what y lacks; 0-d.
 
         The mean over tokens of ``||e - z W_dec||^2 min(1, D / k)``, with e = target - y, which gets no gradient, D dead
-        neurons, and z the ``min(k, D)`` largest pre-activations of dead neurons of a token, negative ones, too. ``k``
-        is d_in // 2 if not given; ``target`` is x. Source: Gao et al. 2024 (arXiv 2406.04093), appendix A.2, as SAELens
+        neurons, and z the ``min(k, D)`` largest pre-activations of dead neurons of a token, negative ones, too; k is
+        d_in // 2, and ``target`` x if not given. Source: Gao et al. 2024 (arXiv 2406.04093), appendix A.2, as SAELens
         has it: the loss is not divided by the variance, z has no ReLU, and few dead neurons weigh less.
 
         Only columns of dead neurons are computed. Waits for the GPU, once. 0 without a gradient if none is dead.
@@ -404,8 +397,7 @@ class SparseAutoencoder(nn.Module):
             if values.shape != (*x.shape[:-1], self.d_out):
                 raise ValueError(f"{name} must be {[*x.shape[:-1], self.d_out]}, got {list(values.shape)}")
         which = dead.nonzero().squeeze(1)
-        most = self.d_in // 2 if k is None else k
-        require_integer("k", most, 1)
+        most = max(self.d_in // 2, 1)
         if not len(which):
             return y.new_zeros(())
         pre = F.linear(self._centred(x), self.W_enc.t()[which], self.b_enc[which])
