@@ -22,7 +22,7 @@ from twell.call import admission, functional
 from twell.call.plain import cast
 from twell.choose.plan import PACKED_DTYPES
 from twell.nn.down_layout import unlisted
-from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP, named_layers
 from twell.runtime import modes
 
 MLP = SparseGatedMLP | SparseMLP
@@ -81,16 +81,16 @@ def count_firing(model: nn.Module) -> Iterator[dict[str, Firing]]:
     Counting uses hooks, which a model compiled before may not run: call the original, or compile inside. Pickle models
     outside the ``with``. Raises ValueError if there is no twell layer.
     """
-    layers = _layers(model)
+    layers = named_layers(model)
     if not layers:
         raise ValueError(f"count_firing: the model must have SparseGatedMLP or SparseMLP layers, got {_kind(model)}")
     firing, handles = {}, []
     try:
-        for mlp, names in layers.items():
+        for name, mlp in layers.items():
             weight = gate_of(mlp).weight
             totals = torch.zeros(weight.shape[0] + 1, dtype=torch.int64, device=weight.device)
             handles.append(mlp.register_forward_pre_hook(_counter(mlp, totals), with_kwargs=True))
-            firing[names[0]] = Firing(totals)
+            firing[name] = Firing(totals)
         yield firing
     finally:
         for handle in handles:
@@ -187,7 +187,7 @@ class LayerCompaction(NamedTuple):
 
 @dataclass(frozen=True)
 class CompactionReport:
-    """The result of ``compact``: a ``LayerCompaction`` for each layer, in the model's order."""
+    """The result of ``compact``: a ``LayerCompaction`` for each layer, in the order of ``alive``."""
 
     layers: tuple[LayerCompaction, ...]
     # of all layers
@@ -265,18 +265,6 @@ def compact(
     return to, CompactionReport(tuple(reports))
 
 
-def _layers(module: nn.Module) -> dict[MLP, list[str]]:
-    """The twell layers of a model, each with all its names."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"a torch.nn.Module is expected, got {_kind(module)}")
-    layers: dict[MLP, list[str]] = {}
-    with unlisted():
-        for name, child in module.named_modules(remove_duplicate=False):
-            if isinstance(child, (SparseGatedMLP, SparseMLP)):
-                layers.setdefault(child, []).append(name)
-    return layers
-
-
 def gate_of(mlp: MLP) -> nn.Linear:
     """The projection before ReLU."""
     return mlp.gate_proj if isinstance(mlp, SparseGatedMLP) else mlp.up_proj
@@ -290,30 +278,31 @@ def _kind(value: object) -> str:
 
 def _plan(module: nn.Module, alive: object) -> tuple[dict[str, Tensor], list[LayerCompaction]]:
     """Check all arguments; return the mask of each layer to compact, by its first name, and the reports."""
-    layers = _layers(module)
+    layers = named_layers(module)
     if not layers:
         raise TypeError(f"compact: module must be or have SparseGatedMLP or SparseMLP layers, got {_kind(module)}")
-    if module in layers and not isinstance(alive, Mapping):
+    if "" in layers and not isinstance(alive, Mapping):
         alive = {"": alive}
     if not isinstance(alive, Mapping):
         raise TypeError(f"compact: alive must map names of layers to Firing or bool tensors, got {_kind(alive)}")
-    if unknown := [name for name in alive if not any(name in names for names in layers.values())]:
-        known = ", ".join(repr(names[0]) for names in layers.values())
-        raise ValueError(f"compact: alive must name layers of the module ({known}), got {unknown[0]!r}")
-    masks, reports = {}, []
-    for mlp, names in layers.items():
-        given = [name for name in names if name in alive]
-        if len(given) > 1:
-            raise ValueError(f"compact: alive must name a layer once, got {given[0]!r} and {given[1]!r}")
-        if given:
-            if mlp._given:
-                raise NotImplementedError(
-                    f"compact: {given[0] or 'module'} must make its gate itself, got one whose gate the model's own "
-                    "code makes, of all neurons perhaps"
-                )
-            masks[names[0]], report = _choose(mlp, given[0], alive[given[0]])
-            reports.append(report)
-    return masks, reports
+    first = {id(mlp): name for name, mlp in layers.items()}
+    with unlisted():
+        every = {name: first.get(id(child)) for name, child in module.named_modules(remove_duplicate=False)}
+    masks, reports = {}, dict[str, LayerCompaction]()
+    for name, evidence in alive.items():
+        own = every.get(name)
+        if own is None:
+            known = ", ".join(map(repr, layers))
+            raise ValueError(f"compact: alive must name layers of the module ({known}), got {name!r}")
+        if own in reports:
+            raise ValueError(f"compact: alive must name a layer once, got {reports[own].name!r} and {name!r}")
+        if layers[own]._given:
+            raise NotImplementedError(
+                f"compact: {name or 'module'} must make its gate itself, got one whose gate the model's own code "
+                "makes, of all neurons perhaps"
+            )
+        masks[own], reports[own] = _choose(layers[own], name, evidence)
+    return masks, list(reports.values())
 
 
 def _choose(mlp: MLP, name: str, evidence: object) -> tuple[Tensor, LayerCompaction]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 DownLayout = Literal["auto", "rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_OTHERS = Float8MLP, SparseAutoencoder
 
 
 class SparseFFN(Configured):
@@ -506,7 +507,7 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
     rows = []
-    for name, layer in (*_other_layers(layers), *_named_layers(layers)):
+    for name, layer in (named_layers(layers, _OTHERS) | named_layers(layers)).items():
         # of a pair the module around both, where that is among the layers
         block_of: Any = getattr(layer, "block_of", None)
         block = layer if block_of is None else layers.get_submodule(block_of(name))
@@ -529,18 +530,18 @@ def set_strategy(
 
     Raises as the attributes do, and ValueError if ``module`` has no such layer; then nothing has changed.
     """
-    others = [layer for _, layer in _other_layers(module)]
-    layers = [] if others and not _named_layers(module) else _layers(module)
+    layers = [*named_layers(module).values(), *named_layers(module, _OTHERS).values()]
+    _require_any(module, layers)
     if screen is not None:
         require_screen(screen)
-    for layer in (*layers, *others):
+    for layer in layers:
         routed(Facts(strategy=name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
-    autoencoders = [layer for layer in others if isinstance(layer, SparseAutoencoder)]
-    for layer in autoencoders:
-        # raises if True
-        layer.invariant = bool(invariant)
-        layer.strategy = strategy
-    for layer in (*layers, *others):
+    for layer in layers:
+        if isinstance(layer, SparseAutoencoder):
+            # raises if True
+            layer.invariant = bool(invariant)
+            layer.strategy = strategy
+    for layer in layers:
         if isinstance(layer, Configured):
             # both at once: the one may not go with the other's old value
             layer._set(_strategy=strategy, **({} if invariant is None else {"_invariant": invariant}))
@@ -571,33 +572,28 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
     Raises ValueError for another name, and if ``module`` has no such layer.
     """
     _require_layout("layout", layout)
-    for layer in _layers(module):
+    layers = named_layers(module)
+    _require_any(module, layers)
+    for layer in layers.values():
         layer.down_layout = layout
         with layer._laid.lock:
             layer._laid.weight, layer._laid.failed = None, False
             _down_layout.store(layer.down_proj.weight, layout == "rows")
 
 
-def _layers(module: nn.Module) -> list[SparseFFN]:
+def named_layers(module: nn.Module, kinds: Any = SparseFFN) -> dict[str, Any]:
+    """The layers of ``module`` by qualified name, each by its first; listing them hands out no parameters.
+
+    They are gated and non-gated ones, and ``fc2`` of pairs; or those of other ``kinds``.
+    """
     require("module", module, nn.Module, "an nn.Module")
-    layers = [layer for _, layer in _named_layers(module)]
+    with _down_layout.unlisted():
+        return {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
+
+
+def _require_any(module: nn.Module, layers: object) -> None:
     if not layers:
         raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
-    return layers
-
-
-def _named_layers(module: nn.Module) -> list[tuple[str, SparseFFN]]:
-    """The layers of ``module`` with their names; listing them hands out no parameters."""
-    with _down_layout.unlisted():
-        return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, SparseFFN)]
-
-
-def _other_layers(module: nn.Module) -> list[tuple[str, Float8MLP | SparseAutoencoder]]:
-    """The layers of e4m3 weights and the autoencoders of ``module`` with their names."""
-    require("module", module, nn.Module, "an nn.Module")
-    with _down_layout.unlisted():
-        kinds = (Float8MLP, SparseAutoencoder)
-        return [(name, layer) for name, layer in module.named_modules() if isinstance(layer, kinds)]
 
 
 def _require_layout(name: str, layout: object) -> None:

@@ -10,16 +10,14 @@ from torch import Tensor, nn
 from twell.base.arguments import require_flag, require_integer
 from twell.call.execution import Aux
 from twell.nn.compaction import MLP, gate_of
-from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.layers import named_layers
+from twell.nn.record import unwrapped
 from twell.runtime import modes
 
 T = TypeVar("T")
 
 # Most unread calls of one layer: beyond that, reading was forgotten.
 _MOST_UNREAD = 1024
-
-# parts that wrappers add to the names of modules
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 class Call(NamedTuple):
@@ -134,28 +132,16 @@ def layers(model: nn.Module) -> dict[str, MLP]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    found = {
-        _clean(name): layer
-        for name, layer in _unwrapped(model).named_modules()
-        if isinstance(layer, (SparseGatedMLP, SparseMLP))
-    }
+    within: Any = model
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        within = model.module
+    found = {unwrapped(name): layer for name, layer in named_layers(within).items()}
     if not found:
         raise ValueError(
             f"model must have layers of twell.nn, got none in {type(model).__name__}; twell.sparsify_ replaces a "
             "model's feed-forward layers with them"
         )
     return found
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        module: nn.Module = model.module
-        return module
-    return model
-
-
-def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def recorder_of(layer: nn.Module) -> Recorder:

@@ -6,8 +6,9 @@ neither the size nor the device of the model matters, and the model itself is ne
 """
 
 from twell.integrations.sparsify.candidates import Candidate
-from twell.integrations.sparsify.replace import Filter, Names, Plan, apply, layers, plan, sparsify_
+from twell.integrations.sparsify.replace import Filter, Names, Plan, apply, plan, sparsify_
 from twell.nn.converted import DeferredUp, FusedGatedMLP, NamedGatedMLP, NamedMLP, SparseDown
+from twell.nn.layers import named_layers as layers
 
 __all__ = [
     "Candidate",

@@ -42,8 +42,7 @@ from twell.nn.converted import (
     put_pair,
     turn,
 )
-from twell.nn.down_layout import unlisted
-from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP, named_layers
 from twell.runtime import geometry
 from twell.runtime.log import logger
 
@@ -158,15 +157,6 @@ def sparsify_(
     geometry.words_per_tile(compression)
     apply(model, plan(model, filter_fn, activation, strategy, names), compression, strategy)
     return model
-
-
-def layers(model: nn.Module) -> dict[str, SparseGatedMLP | SparseMLP]:
-    """All twell layers of ``model`` by qualified name: gated, non-gated, and ``fc2`` of the pairs of OPT-like blocks.
-
-    Each is listed once, under its first name; "" is the model itself.
-    """
-    with unlisted():
-        return {name: m for name, m in model.named_modules() if isinstance(m, (SparseGatedMLP, SparseMLP))}
 
 
 def plan(
@@ -446,7 +436,7 @@ def _nothing_found(model: nn.Module, planned: Plan) -> str:
         text += (
             f" that filter_fn accepts; it left out {len(planned.left)}, the first {planned.left[0] or 'the model'!r}"
         )
-    if already := layers(model):
+    if already := named_layers(model):
         text += f"; {len(already)} layers of twell are there already, as {next(iter(already)) or 'the model itself'!r}"
     if planned.unknown:
         text += f"; {planned.unknown}"
