@@ -312,9 +312,9 @@ class TargetThreshold:
         self.gates = TargetSparsity(_OPEN * nnz, steps, of="gate")
         self.gates.reach = _REACH_OF_GATES
         self.nnz = float(nnz)
-        self._model, self._layers = model, list(require_relu(model).values())
+        self._model, found = model, layers(model)
+        self._begin, self._layers = _threshold_of(found), list(found.values())
         _require_below_neurons(self.nnz, model)
-        self._begin = _common_threshold(self._layers)
         devices = {layer.down_proj.weight.device for layer in self._layers}
         self._levels = {device: torch.full((), self._begin, device=device) for device in devices}
         # logarithms of the threshold, of the least one, and of the first number of non-zeros
@@ -415,31 +415,20 @@ class TargetThreshold:
                 level.copy_(torch.where(log.isnan(), self._begin, log.exp()), non_blocking=True)
 
 
-def _common_threshold(found: list[MLP]) -> float:
-    """The threshold of the layers; ValueError unless they have the same, a number."""
-    require_settled(found)
-    values = [layer.threshold for layer in found]
+def _threshold_of(found: dict[str, MLP]) -> float:
+    """The threshold of the layers; ValueError unless they may have one and have the same, a number."""
+    for name, layer in found.items():
+        if layer.activation not in ("relu", "fatrelu"):
+            raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
+        if isinstance(layer.threshold, Tensor):
+            raise ValueError(
+                "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
+                "settle() ends that one"
+            )
+    values = [float(layer.threshold) for layer in found.values()]
     if min(values) != max(values):
         raise ValueError(
             f"the layers must have one threshold in common, where it begins, got {min(values):g} to {max(values):g}; "
             "set them to one number before"
         )
-    return float(values[0])
-
-
-def require_relu(model: nn.Module) -> dict[str, MLP]:
-    """The twell layers of ``model``; ValueError unless they can have a threshold."""
-    found = layers(model)
-    for name, layer in found.items():
-        if layer.activation not in ("relu", "fatrelu"):
-            raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
-    return found
-
-
-def require_settled(found: Iterable[MLP]) -> None:
-    """ValueError if the threshold of a layer moves."""
-    if any(isinstance(layer.threshold, Tensor) for layer in found):
-        raise ValueError(
-            "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
-            "settle() ends that one"
-        )
+    return values[0]
