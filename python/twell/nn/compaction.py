@@ -69,11 +69,12 @@ class Firing:
 def count_firing(model: nn.Module) -> Iterator[dict[str, Firing]]:
     """Count how often each neuron of the twell layers of ``model`` fires, in every call inside the ``with``.
 
-    ``model`` may itself be such a layer, whose name is "". A neuron fires for a token if its gate, after ReLU and rounding to 16 bits, is
-    not zero. The gate is computed once more for this, by the sparse kernel or, for layers with ``strategy="dense"``, by
-    PyTorch; the two may differ where the order of summation decides whether a gate is zero. Works with and without
-    gradients and under autocast, and never waits for the device. Recomputation by activation checkpointing is not
-    counted. Counts are on the device of each layer, which must not move meanwhile, and can be read at any time.
+    ``model`` may itself be such a layer, whose name is "". A neuron fires for a token if its gate, after ReLU and
+    rounding to 16 bits, is not zero. The gate is computed once more for this, by the sparse kernel or, for layers with
+    ``strategy="dense"``, by PyTorch; the two may differ where the order of summation decides whether a gate is zero.
+    Works with and without gradients and under autocast, and never waits for the device. Recomputation by activation
+    checkpointing is not counted. Counts are on the device of each layer, which must not move meanwhile, and can be read
+    at any time.
 
     A projection that is more than its weight, as an adapter is, is called a second time: its dropout draws another
     mask, and its batch norm sees the tokens twice. Register pre-hooks that change a layer's input before this call.
