@@ -17,8 +17,8 @@ from twell.nn import configuration
 from twell.runtime import geometry
 from twell.runtime.log import warn_once
 
-# Key of config.json by which version 0.3 described files, "linear" or "rows": a loaded model must not save it. In memory
-# it says that down weights may be of either layout.
+# Key of config.json by which version 0.3 described files, "linear" or "rows": a loaded model must not save it. While a
+# model is loaded it says that down weights may have either layout.
 LAYOUT_KEY = "sparsity_down_layout"
 
 # Key of config.json with the measured sparsity of each layer, see ``LayerFigures``.
