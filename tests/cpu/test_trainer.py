@@ -183,10 +183,10 @@ def test_gradient_under_trainers_options(tmp_path: Path, options: dict[str, Any]
 def test_warmup_follows_the_global_step(tmp_path: Path) -> None:
     model = llama()
     plain = copy.deepcopy(model)
-    own = callback(warmup_steps=2, warmup_start=1)
+    own = callback(warmup_steps=2)
     trainer = Recording(model, arguments(tmp_path), train_dataset=sequences(10), callbacks=[own])
     trainer.train()
-    factors = [0, 0, 0.5, 1, 1]
+    factors = [0, 0.5, 1, 1, 1]
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["sparsity_coefficient"] for entry in logs] == pytest.approx([0.1 * f for f in factors])
     assert_gradients(trainer, plain, *(0.1 * factor for factor in factors))

@@ -76,9 +76,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     Args:
         coefficient: of the L1 term; None: 2e-5, the paper's, for models of 0.5 to 2 B parameters. Smaller models have
             fewer neurons to sum over and need more.
-        warmup_steps, warmup_start: optimizer steps, as in ``recipe.l1_warmup``.
+        warmup_steps: optimizer steps, as in ``recipe.l1_warmup``.
         nnz: the mean over layers of non-zeros per token to train to, by ``recipe.TargetSparsity`` over all steps of
-            Trainer, in place of the three arguments above. Layers with "relu2" or "drelu" get L1 of the gate.
+            Trainer, in place of the two arguments above. Layers with "relu2" or "drelu" get L1 of the gate.
         moving_threshold: with ``nnz``: layers with "relu" or "fatrelu" get FATReLU, whose threshold
             ``recipe.TargetThreshold`` moves. It settles as training ends. Checkpoints name the threshold of their step.
             Files of an adapter have no place for it: save the model's configuration with them, or merge the adapter.
@@ -86,9 +86,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             ``attention_mask`` is 0, as ``recipe.l1_term`` does and at its cost. A batch without a mask has no padding.
             False: padding counts; a warning says so if the first batch has some. Figures in logs count it, either way.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step on layers
-            whose gate is trained; 0: never. The paper has 0.1.
+            whose gate is trained, with noise by Trainer's ``seed``; 0: never. The paper has 0.1.
         every: as in ``recipe.SparsityTracker``.
-        seed: of the noise for dead neurons.
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
     as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
@@ -104,35 +103,31 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         coefficient: float | None = None,
         *,
         warmup_steps: int = 0,
-        warmup_start: int = 0,
         nnz: float | None = None,
         moving_threshold: bool = False,
         attention_mask: bool = False,
         reinitialize: float = 0.0,
         every: int = 100,
-        seed: int = 0,
     ) -> None:
         if coefficient is not None:
             require_number("coefficient", coefficient, 0)
         require_integer("warmup_steps", warmup_steps, 0)
-        require_integer("warmup_start", warmup_start, 0)
         if nnz is not None:
             require_positive("nnz", nnz)
         require_flag("moving_threshold", moving_threshold)
         if nnz is None and moving_threshold:
             raise ValueError("SparsityCallback: moving_threshold=True needs nnz, the non-zeros per token to train to")
-        if nnz is not None and (coefficient, warmup_steps, warmup_start) != (None, 0, 0):
+        if nnz is not None and (coefficient, warmup_steps) != (None, 0):
             raise ValueError(
                 "SparsityCallback: coefficient and warm-up must be left out with nnz, which finds a coefficient for "
-                f"each step, got {coefficient}, {warmup_steps} and {warmup_start}"
+                f"each step, got {coefficient} and {warmup_steps}"
             )
         require_flag("attention_mask", attention_mask)
         require_number("reinitialize", reinitialize, 0, 1)
         require_integer("every", every, 0)
-        require_integer("seed", seed, 0)
         self.coefficient, self.nnz, self.moving_threshold = coefficient, nnz, moving_threshold
-        self.warmup_steps, self.warmup_start, self.attention_mask = warmup_steps, warmup_start, attention_mask
-        self.reinitialize, self.every, self.seed = reinitialize, every, seed
+        self.warmup_steps, self.attention_mask = warmup_steps, attention_mask
+        self.reinitialize, self.every = reinitialize, every
         self.tracker: SparsityTracker | None = None
         self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
         self._model: nn.Module | None = None
@@ -261,7 +256,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.reinitialize and self.tracker is not None and self._model is not None:
             trained = trained_layers(self._model)
             dead = {name: mask for name, mask in self.tracker.dead().items() if name in trained}
-            recipe.reinitialize_dead(self._model, dead, self.reinitialize, step=state.global_step, seed=self.seed)
+            recipe.reinitialize_dead(self._model, dead, self.reinitialize, step=state.global_step, seed=args.seed)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""
@@ -280,10 +275,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """The entry in a checkpoint's trainer_state.json: arguments, and the target's state."""
-        names = ("coefficient", "warmup_steps", "warmup_start", "nnz", "moving_threshold")
-        more = ("attention_mask", "reinitialize", "every", "seed")
+        names = ("coefficient", "warmup_steps", "nnz", "moving_threshold", "attention_mask", "reinitialize", "every")
         return {
-            "args": {name: getattr(self, name) for name in (*names, *more)},
+            "args": {name: getattr(self, name) for name in names},
             "attributes": {},
             "target": None if self.target is None else self.target.state_dict(),
         }
@@ -340,7 +334,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def _coefficient(self, step: int) -> float:
         coefficient = _PAPERS if self.coefficient is None else self.coefficient
-        return coefficient * recipe.l1_warmup(step, self.warmup_steps, self.warmup_start)
+        return coefficient * recipe.l1_warmup(step, self.warmup_steps)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the model."""
