@@ -137,7 +137,7 @@ def _settle(model: Any) -> None:
     for layer in (*layers, *(module for module in model.modules() if isinstance(module, Float8MLP))):
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
-            module._is_hf_initialized = True  # type: ignore[assignment]
+            module._is_hf_initialized = True
     down_layout.lay(layers)
 
 

@@ -366,7 +366,7 @@ def _keep(mlp: Any, kept: Tensor) -> None:
     parameters = _neurons(mlp)
     for linear, key, old, dim in parameters:
         # a gate and an up projection in one have each neuron twice
-        parts = old.unflatten(dim, (-1, mlp.intermediate))
+        parts: Tensor = old.unflatten(dim, (-1, mlp.intermediate))  # type: ignore[no-untyped-call]
         data = parts.index_select(dim + 1, index.to(old.device)).flatten(dim, dim + 1)
         if dim:
             data = data.t().contiguous().t() if mlp.down_layout == "rows" else data

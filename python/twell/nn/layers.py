@@ -506,7 +506,7 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
         return Explanation(tuple(layers.explain()) or (none,))
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
-    rows = []
+    rows: list[Choice] = []
     for name, layer in (named_layers(layers, _OTHERS) | named_layers(layers)).items():
         # of a pair the module around both, where that is among the layers
         block_of: Any = getattr(layer, "block_of", None)

@@ -88,14 +88,10 @@ class Layer(NamedTuple):
     activation: Activation | None
 
 
-def unwrapped(name: str) -> str:
-    """The name that a module has without wrappers of torch."""
-    return _WRAPPER.sub("", f".{name}").removeprefix(".")
-
-
 def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of a model by the names that they have without wrappers of torch."""
     for name, module in model.named_modules():
-        yield unwrapped(name), module
+        yield _WRAPPER.sub("", f".{name}").removeprefix("."), module
 
 
 def layer_of(name: str, layer: Any) -> Layer | None:

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from twell.base.arguments import require_flag, require_integer
 from twell.call.execution import Aux
 from twell.nn.compaction import MLP, gate_of
-from twell.nn.layers import named_layers
-from twell.nn.record import unwrapped
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.runtime import modes
 
 T = TypeVar("T")
+
+# parts that wrappers add to the names of modules
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 # Most unread calls of one layer: beyond that, reading was forgotten.
 _MOST_UNREAD = 1024
@@ -135,7 +137,12 @@ def layers(model: nn.Module) -> dict[str, MLP]:
     within: Any = model
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         within = model.module
-    found = {unwrapped(name): layer for name, layer in named_layers(within).items()}
+    # as a graph can be traced: without a context and without patterns
+    found = {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): layer
+        for name, layer in within.named_modules()
+        if isinstance(layer, (SparseGatedMLP, SparseMLP))
+    }
     if not found:
         raise ValueError(
             f"model must have layers of twell.nn, got none in {type(model).__name__}; twell.sparsify_ replaces a "

@@ -390,7 +390,7 @@ class TargetThreshold:
         """Go on from ``state``; terms since the last update are forgotten. ValueError if it is of another target."""
         _require_state(state, self.state_dict())
         own = self.gates.state_dict()
-        self.gates.load_state_dict({**state, "of": own["of"], "nnz": own["nnz"]})
+        self.gates.load_state_dict({name: state[name] for name in own} | {"of": own["of"], "nnz": own["nnz"]})
         self._state = _tensor(state["threshold"])
         self._write()
 

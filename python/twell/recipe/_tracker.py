@@ -136,8 +136,8 @@ class SparsityTracker:
         if step != self._step:
             if self._step is None and step == self._ended:
                 warn_once(
-                    "SparsityTracker: read() or dead() between two micro-batches of a step ends it: what follows counts "
-                    "as another step; call them after the last micro-batch of a step"
+                    "SparsityTracker: read() or dead() between two micro-batches of a step ends it: what follows "
+                    "counts as another step; call them after the last micro-batch of a step"
                 )
             self._close_step()
             self._step = step
