@@ -222,7 +222,7 @@ def both_ways(device: torch.device, kind: str) -> None:
 
 
 def test_fsdp_of_parts(cpu_ranks: Run) -> None:
-    cpu_ranks(4, both_ways, "Qwen2")
+    cpu_ranks(4, both_ways, "Qwen3")
 
 
 def compiled(device: torch.device) -> None:
@@ -231,7 +231,7 @@ def compiled(device: torch.device) -> None:
     results = []
     for compile_layers in (False, True):
         torch._dynamo.reset()
-        model = make("Qwen2")
+        model = make("Qwen3")
         recipe.record_aux(model)
         for layer in layers(model):
             layer.strategy = "union"

@@ -35,12 +35,13 @@ from twell.call import sharding
 from twell.call.execution import Aux
 from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.ops.library import no_view
+from twell.runtime import modes
 from twell.runtime.log import logger
 
 __all__ = ["SparseMLPParallel", "tensor_parallel_plan"]
 
 # HF models whose attention takes the number of heads from its projections, not its configuration.
-_BY_HEAD_DIM = ("llama", "mistral", "qwen2")
+_BY_HEAD_DIM = ("llama", "mistral", "qwen2", "qwen3")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -153,9 +154,9 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """The plan for ``parallelize_module(model, mesh, plan)`` of a model with layers of ``twell.nn``.
 
     - Every layer of ``twell.nn``: ``SparseMLPParallel()``.
-    - Attention of the HF models Llama, Mistral and Qwen2: heads are divided. The numbers of query and of key heads must
-      be multiples of the number of ranks, else applying the plan raises ValueError. Attention of other models is not
-      divided.
+    - Attention of the HF models Llama, Mistral, Qwen2 and Qwen3, and of the sparse ones of
+      ``twell.integrations.transformers``: heads are divided. The numbers of query and of key heads must be multiples of
+      the number of ranks, else applying the plan raises ValueError. Attention of other models is not divided.
     - The input embedding and the output projection that the model's ``get_input_embeddings`` and
       ``get_output_embeddings`` name: the vocabulary is divided. Tied weights stay tied. An embedding with a
       ``padding_idx`` or of a subclass, as Gemma's, is not divided, and neither is a projection tied to it.
@@ -166,6 +167,10 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     The model takes and returns plain tensors, the same on all ranks. The plan is a dictionary of torch's styles, whose
     entries may be replaced: ``plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)``
     leaves logits divided, for ``torch.distributed.tensor.parallel.loss_parallel``.
+
+    Backward sums gradients over ranks. If the weights of norms of heads are replaced, as by ``copy.deepcopy`` or
+    ``to(dtype)``, run one forward pass eagerly before compiled ones. Otherwise their gradients stay to be summed, and
+    ``clip_grad_norm_`` of torch before 2.12 does not clip them.
 
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
     positions by the length of their input. Dropout needs the same seed on all ranks of the mesh.
@@ -185,8 +190,12 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     for module, name in names.items():
         if _has_known_heads(module):
             plan[name] = _Heads()
-            for child in _PROJECTIONS:
-                plan[f"{name}.{child}"] = RowwiseParallel() if child == "o_proj" else ColwiseParallel()
+            for child, layer in module.named_children():
+                if child in _PROJECTIONS:
+                    plan[f"{name}.{child}"] = RowwiseParallel() if child == "o_proj" else ColwiseParallel()
+                elif dict(layer.named_parameters()):
+                    # a norm of each head
+                    plan[f"{name}.{child}"] = _Whole(Shard(2))
             done.update(module.modules())
     head = _vocabulary(plan, model, names)
     done.update(module for module, name in names.items() if name in plan)
@@ -281,7 +290,16 @@ class _Heads(PrepareModuleInput):
 
 
 class _Whole(ParallelStyle):
-    """The style of a module that is whole on every rank: DTensors as parameters, plain inputs and outputs."""
+    """The style of a module that is whole on every rank: DTensors as parameters, plain inputs and outputs.
+
+    Where ranks hold parts of the input, the gradients of its parameters are sums over ranks, which backward makes.
+    Functions that change gradients in place do not take those that are still to be summed: ``clip_grad_norm_`` and
+    ``clip_grad_value_`` of torch before 2.12 silently leave them as they are, and later the second raises an error.
+    """
+
+    def __init__(self, layout: Placement | None = None) -> None:
+        super().__init__()
+        self.layouts = (layout or Replicate(),)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in dict(module.named_parameters()):
@@ -289,12 +307,17 @@ class _Whole(ParallelStyle):
         for name, buffer in list(module.named_buffers()):
             whole = distribute_tensor(buffer, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
             module.register_buffer(name, whole, persistent=name not in module._non_persistent_buffers_set)
+        layouts = self.layouts
+
+        if layouts != (Replicate(),):
+            _sum_gradients(module, ())
+            module.register_forward_pre_hook(_sum_gradients)
 
         def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            return _place((arguments, named), device_mesh, (Replicate(),))
+            return _place((arguments, named), device_mesh, layouts)
 
         def take(_: nn.Module, __: object, result: Any) -> Any:
-            return pytree.tree_map_only(DTensor, lambda t: _redistributed(t, (Replicate(),), True), result)
+            return pytree.tree_map_only(DTensor, lambda t: _redistributed(t, layouts, True), result)
 
         module.register_forward_pre_hook(place, with_kwargs=True)
         module.register_forward_hook(take)
@@ -329,6 +352,27 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
     parameter = module.get_parameter(name)
     placed = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=source)
     module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
+
+
+def _sum_gradients(module: nn.Module, _: object) -> None:
+    """Have the gradients of ``module``'s parameters summed over ranks in backward.
+
+    Called before each forward, since parameters may be others by then. Compiled code does not call it: a parameter that
+    was replaced before its first forward, compiled, keeps a gradient that is still to be summed.
+    """
+    if modes.compiling():
+        return
+    for parameter in module.parameters(recurse=False):
+        hooks = parameter._backward_hooks
+        if hooks is not None and _summed in hooks.values():
+            # module.to(dtype) swaps in another tensor, which does not know the hooks until they are set again
+            parameter._backward_hooks = hooks
+        elif parameter.requires_grad:
+            parameter.register_hook(_summed)  # type: ignore[no-untyped-call]
+
+
+def _summed(gradient: DTensor) -> DTensor:
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
 
 
 def _place(tree: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
