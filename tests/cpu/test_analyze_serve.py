@@ -212,7 +212,7 @@ FILES: dict[str, tuple[Any, str]] = {
     "nothing": (by(".mlp.", lambda w: w[:, :0] if len(w) == 64 else w[:0]), f"{MATRIX}[0, 64]"),
     "int8": (by("up_proj", lambda w: w.to(torch.int8)), SIXTEEN),
     "e4m3 alone": (by("down_proj", lambda w: w.to(torch.float8_e4m3fn)), "through twell, got F8_E4M3"),
-    "narrow": (by("1.mlp.down", lambda w: w[:, :-8]), "must be [64, 320] (linear) or [320, 64] (rows), as"),
+    "narrow": (by("1.mlp.down", lambda w: w[:, :-8]), "must be [64, 320] or [320, 64], whose order tells the"),
     "rows": (by("down_proj", lambda w: w.T), "vLLM reads down weights [hidden, intermediate]"),
 }  # fmt: skip
 
