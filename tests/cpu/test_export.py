@@ -45,7 +45,7 @@ def saved(exported: Any) -> Any:
     return torch.export.load(file)
 
 
-@pytest.mark.parametrize("how", ["saved", "compiled ahead of time"])
+@pytest.mark.parametrize("how", ["saved", pytest.param("compiled ahead of time", marks=pytest.mark.nightly)])
 @torch.no_grad()
 def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """It has a site of its own, which lasts as long as its weights."""

@@ -4,7 +4,7 @@ import pytest
 
 from tests.emulator import cases
 from tests.emulator.launch import Emulator, Schedule
-from tests.emulator.test_kernels import SEEDS
+from tests.emulator.test_kernels import SCHEDULED, SEEDS
 from twell.choose import tuning
 from twell.runtime import geometry
 
@@ -53,7 +53,7 @@ given m=128 k=72 gated=False activation=relu2 pattern=all strategy=union wants=a
 """.strip().splitlines()
 
 
-@SEEDS
+@SCHEDULED
 @pytest.mark.parametrize("line", LINES)
 def test_layers(emulator: Emulator, line: str, seed: int) -> None:
     with emulator.stands_in(3, Schedule.of(seed)):
@@ -89,7 +89,7 @@ def test_who_begins_late_computes_nothing(emulator: Emulator) -> None:
     assert max(teams) == 4
 
 
-@SEEDS
+@SCHEDULED
 @pytest.mark.parametrize(
     ("line", "cluster"),
     [
