@@ -169,20 +169,23 @@ def off_kinks(problem: FFN, *, gated: bool = True, threshold: float = 0.0) -> FF
 
 
 @torch.no_grad()
-def gradients_by_terms(
+def float64_gradients(
     problem: FFN,
     dy: Tensor,
-    dl1: float,
-    gated: bool,
-    dtype: torch.dtype | None = None,
-    each: Callable[[Tensor], Tensor] = lambda factor: factor,
+    dl1: float = 0.0,
+    *,
+    gated: bool = True,
     activation: ActivationName = "relu",
     threshold: float = 0.0,
+    dtype: torch.dtype | None = None,
+    each: Callable[[Tensor], Tensor] = lambda factor: factor,
 ) -> dict[str, Tensor]:
-    """Gradients in float64, by name. ``each`` is applied to both factors of every term.
+    """Gradients of the layer in float64 from the stored values, by name, for ``dy`` [M, K] and ``dl1``.
 
-    With ``dtype``, h, d_gate and d_up are rounded to it, except for the weights and biases of rare neurons, as
-    ``twell.ops.hybrid_backward`` rounds them.
+    ``dy`` is the gradient with respect to y, ``dl1`` that with respect to the sum of |h| over all tokens and neurons.
+    ``each`` is applied to both factors of every term. With ``dtype``, h, d_gate and d_up are rounded to it, except for
+    the weights and biases of rare neurons, as ``twell.ops.hybrid_backward`` rounds them. Computed in chunks of rows on
+    the problem's own device.
     """
     again: Tensor | None = None
     if dtype is not None and len(dy):
@@ -211,17 +214,6 @@ def gradients_by_terms(
         if "b_down" in out:
             out["b_down"] += each(upstream).sum(0)
     return out
-
-
-def float64_gradients(
-    problem: FFN, dy: Tensor, dl1: float = 0.0, *, gated: bool = True, **options: Any
-) -> dict[str, Tensor]:
-    """Gradients of the layer in float64 from the stored values, for ``dy`` [M, K] and ``dl1``.
-
-    ``dy`` is the gradient with respect to y, ``dl1`` that with respect to the sum of |h| over all tokens and neurons.
-    ``options``: activation and threshold. Computed in chunks of rows on the problem's own device.
-    """
-    return gradients_by_terms(problem, dy, dl1, gated, **options)
 
 
 @torch.enable_grad()

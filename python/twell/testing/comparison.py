@@ -17,7 +17,6 @@ from twell.testing.answers import (
     dense_output,
     float64_gradients,
     float64_output,
-    gradients_by_terms,
 )
 from twell.testing.workloads import FFN
 
@@ -158,7 +157,7 @@ def compare_gradients(
     ``options``: activation and threshold.
     """
     answer = float64_gradients(problem, dy, dl1, gated=gated, **options)
-    squares = gradients_by_terms(problem, dy, dl1, gated, each=torch.square, **options)
+    squares = float64_gradients(problem, dy, dl1, gated=gated, each=torch.square, **options)
     terms = {name: s.view(-1, s.shape[-1]).sum(1).sqrt() for name, s in squares.items()}
     dense = gradient_errors(dense_gradients(problem, dy, dl1, gated=gated, **options), answer, terms)
     roundings = count_roundings(problem, gated=gated, **options)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from twell.base.activation import ActivationName
 from twell.base.arguments import require, require_integer, require_number
-from twell.testing.answers import double, float64_gate, float64_output, gradients_by_terms
+from twell.testing.answers import double, float64_gate, float64_gradients, float64_output
 from twell.testing.workloads import FFN, require_sizes
 
 # Integers below this are exact in fp32, and so is any sum of them that stays below it.
@@ -174,7 +174,7 @@ def exact_gradients(
     fp32. Raises ValueError if one is not. ``options``: activation and threshold.
     """
     dtype = problem.x.dtype
-    magnitudes = gradients_by_terms(problem, dy, dl1, gated, dtype, torch.abs, **options)
+    magnitudes = float64_gradients(problem, dy, dl1, gated=gated, dtype=dtype, each=torch.abs, **options)
     magnitudes["dh"] = dy.double().abs() @ problem.w_down.double().abs().T + abs(dl1)
     largest = max((float(sums.max()) for sums in magnitudes.values() if sums.numel()), default=0.0)
     if not largest < EXACT_LIMIT:
@@ -182,4 +182,4 @@ def exact_gradients(
     up = F.linear(problem.x.double(), problem.w_up.double(), double(problem.b_up))
     if gated and not torch.equal(up, up.to(dtype).double()):
         raise ValueError(f"up projections must be exact in {dtype}, got values up to {float(up.abs().max()):.0f}")
-    return gradients_by_terms(problem, dy, dl1, gated, dtype, **options)
+    return float64_gradients(problem, dy, dl1, gated=gated, dtype=dtype, **options)
