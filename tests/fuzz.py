@@ -22,6 +22,7 @@ shares of the bounds, mismatches. Exit status 1 after mismatches or where memory
 """
 
 import argparse
+import atexit
 import contextlib
 import gc
 import json
@@ -276,7 +277,9 @@ def main(argv: list[str] | None = None) -> int:
         if reason := launch.missing():
             parser.error(f"--device emulator: {reason}")
         torch.set_num_threads(1)
-        emulator = launch.Emulator(Path(tempfile.mkdtemp()))
+        folder = tempfile.TemporaryDirectory()
+        emulator = launch.Emulator(Path(folder.name))
+        atexit.register(emulator.close)
         run_case, drawn = partial(attempt, run=partial(cases.fuzzed, emulator)), partial(cases.draw, arguments.seed)
     elif threads > 1:
         run_case = partial(attempt, run=partial(repeat, calls=arguments.calls))
@@ -290,7 +293,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{result.verdict} ({result.seconds:.2f} s)", *(f"{k} {v:.3f}" for k, v in result.ratios.items()))
         return int(result.verdict != "ok")
 
-    watchdog, done, found, start = Watchdog(arguments.limit_s), list[tuple[Case, Result]](), 0, time.monotonic()
+    # the emulator's kernels are compiled first
+    watchdog = Watchdog(arguments.limit_s * (10 if arguments.device == "emulator" else 1))
+    done, found, start = list[tuple[Case, Result]](), 0, time.monotonic()
     memory = Memory()
     with ThreadPoolExecutor(threads, initializer=OWN.begin, initargs=(device,)) as pool:
         while len(done) < (arguments.cases or math.inf) and time.monotonic() - start < arguments.budget_s:
