@@ -29,7 +29,7 @@ K ?= gate_pack
 # Passed on: make test ARGS="-k unpack", make demo ARGS="--text ~/notes".
 ARGS ?=
 # The version for `make test-torch`.
-TORCH ?= 2.9.0
+TORCH ?= 2.11.0
 
 PY := $(abspath $(VENV))/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -59,8 +59,8 @@ core := ops functional nn training hybrid reference reglu auto auto_graphs compa
 # What a change of the library breaks first.
 quick := imports functional nn reference ops hybrid launches format memory transforms
 
-# What runs with an emulated Python for ARM: the kernels' host halves, the C runner, the operators on a CPU. torch 2.10 is
-# the last whose wheel for ARM is a CPU build.
+# What runs with an emulated Python for ARM: the kernels' host halves, the C runner, the operators on a CPU. torch's
+# wheel for ARM brings CUDA's libraries, 3 GB.
 emulated := packaged host program functional nn reference ops hybrid format memory
 EMULATED := build/aarch64/python3 -W ignore
 
@@ -82,7 +82,7 @@ check: $(stamp) ## one kernel: compile it, report its registers, run the tests t
 	"$(PY)" -m cute_kernels report $(K)
 	"$(PY)" -m pytest tests/cpu/test_launches.py tests/cpu/test_imports.py tests/cpu/test_catalog.py $(ARGS)
 
-test-torch: build/torch-$(TORCH).txt ## the tests that hang on torch, with another version: TORCH=2.9.0
+test-torch: build/torch-$(TORCH).txt ## the tests that hang on torch, with another version: TORCH=2.11.0
 	$(MAKE) test VENV=build/torch-$(TORCH) CONSTRAINTS=$< ARGS="$(core:%=tests/cpu/test_%.py) tests/habits tests/distributed/test_parallel_plan.py $(ARGS)"
 
 test-serving: $(SERVING)/.ready-$(VLLM) ## tests with vLLM on a CPU, in an environment of its own (3.5 GB); VLLM=0.32.0
@@ -95,7 +95,7 @@ test-aarch64: $(stamp) ## the wheel for ARM hosts with an emulated Python; Debia
 	mmdebstrap --quiet --variant=extract --architectures=arm64 --include=python3,libgomp1,libstdc++6 bookworm build/aarch64/root
 	install tools/emulated.sh build/aarch64/python3
 	PYTHONPATH= $(EMULATED) "$$("$(PY)" -c 'import pip; print(pip.__path__[0])')" install --quiet --no-compile \
-		--only-binary=:all: --target=build/aarch64/site torch==2.10.0 pytest hypothesis filelock build/aarch64/*.whl
+		--only-binary=:all: --target=build/aarch64/site torch==2.11.0 pytest hypothesis filelock build/aarch64/*.whl
 	mkdir build/aarch64/run
 	cp -r cute_kernels examples profiling pyproject.toml tests build/aarch64/run
 	cd build/aarch64/run && export PYTHONPATH="$(abspath build/aarch64/site)" && \

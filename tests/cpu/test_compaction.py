@@ -182,8 +182,6 @@ def test_the_operator_that_counts_keeps_the_contract_of_operators() -> None:
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "compiled layer", "compiled block"])
 def test_calls_in_a_checkpoint_count_once(how: str) -> None:
-    if how == "compiled block" and torch.torch_version.TorchVersion(torch.__version__) < "2.10":
-        pytest.skip("Dynamo cannot trace the keys of torch's own weak dictionary")
     torch._dynamo.reset()
     p = problem()
     mlp = layer_of(p, True)

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
-from torch.torch_version import TorchVersion
 
 import twell
 from twell import recipe
@@ -130,9 +129,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def all_in_parts(device: torch.device) -> None:
     for case in CASES:
-        # torch takes the gradient of one of two embeddings for the other's
-        if case[0] == "OPT" and TorchVersion(torch.__version__) < "2.11":
-            continue
         try:
             in_parts(device, *case)
         except Exception as error:

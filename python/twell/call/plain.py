@@ -34,12 +34,8 @@ def behaves(value: Tensor | None) -> bool:
     kind: Any = type(value)
     if kind in PLAIN_TENSORS or value is None or kind.__module__.startswith(_STAND_INS):
         return True
-    # a loop, as Dynamo of torch 2.9 does not trace any() of a generator
-    for base in kind.__mro__:
-        if base not in (*PLAIN_TENSORS, torch._C.TensorBase):
-            if vars(base).keys() & {"__torch_function__", "__torch_dispatch__"}:
-                return False
-    return True
+    bases = (base for base in kind.__mro__ if base not in (*PLAIN_TENSORS, torch._C.TensorBase))
+    return not any(vars(base).keys() & {"__torch_function__", "__torch_dispatch__"} for base in bases)
 
 
 def overridden(operands: Mapping[str, Tensor]) -> str:

@@ -210,8 +210,7 @@ def _sources(way: Way, x: Tensor, dtype: torch.dtype) -> tuple[list[Matrix], lis
     # by rows of neurons, as kernels read it
     matrices.append(Matrix(parts, dtype, 0, turned=bool(added)))
     wide = x.to(dtype) if before else None
-    # not any(): Dynamo of torch 2.9 cannot trace it of a generator
-    if wide is not None and True in [adapter.drops for each in before for adapter in each.adapters]:
+    if wide is not None and any(adapter.drops for each in before for adapter in each.adapters):
         # dropout takes what it drops in peft's own modules
         low = [columns for each in before for columns in each.lowered(x, dtype)]
         wide = torch.cat([wide, *low, wide.new_zeros((len(x), added - sum(ranks)))], 1)

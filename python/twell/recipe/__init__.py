@@ -22,7 +22,7 @@ For the Trainer of transformers there is ``twell.integrations.transformers.Spars
 Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy of its
 trace, in training usually "dense"; ``twell.nn.set_strategy(model, "union")`` before the model is compiled names it.
 Activation checkpointing needs ``use_reentrant=False``. Inside a graph compiled with ``fullgraph=True`` it also needs
-``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``, which torch 2.9 does not have; without
+``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``; without
 fullgraph, or around compiled blocks, it needs nothing more.
 """
 
