@@ -69,7 +69,11 @@ def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP,
         recorded[name] = with_tokens(recorder.calls, [call.idle for call in recorder.calls])
         recorders.append(recorder)
     for name, calls in recorded.items():
-        _require_one(caller, name or "the layer", calls, several)
+        if len(calls) > 1 and not several:
+            raise RuntimeError(
+                f"{caller}: {name or 'the layer'} was called {len(calls)} times since the last read; several=True "
+                "takes the mean over all calls, clear_aux(model) forgets calls without a loss"
+            )
     for layer, recorder in zip(found.values(), recorders):
         recorder.calls.clear()
         layer.aux = None
@@ -78,19 +82,12 @@ def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP,
     if evaluated or (len(idle) == len(found) and not any(recorder.skippable for recorder in recorders)):
         raise RuntimeError(_nothing(caller, evaluated[:1] or idle[:1], bool(evaluated)))
     for name, layer in found.items():
-        _require_usable(caller, name, layer, recorded[name])
+        if torch.is_grad_enabled() and not all(call.aux.l1.requires_grad for call in recorded[name]):
+            require_gradients(f"{caller}: the L1 of {name or 'the layer'} requires no grad", layer)
     given = [call.aux.l1 for calls in recorded.values() for call in calls]
     like = whole(given[0]).detach() if given else next(iter(found.values())).down_proj.weight.new_zeros(()).float()
     nothing = Call(Aux(*(torch.zeros_like(like, dtype=dtype) for dtype in (like.dtype, torch.float32))), True)
     return [(layer, call) for name, layer in found.items() for call in recorded[name] or [nothing]]
-
-
-def _require_one(caller: str, name: str, calls: list[Call], several: bool) -> None:
-    if len(calls) > 1 and not several:
-        raise RuntimeError(
-            f"{caller}: {name} was called {len(calls)} times since the last read; several=True takes the mean over all "
-            "calls, clear_aux(model) forgets calls without a loss"
-        )
 
 
 def _nothing(caller: str, names: list[str], evaluated: bool) -> str:
@@ -101,9 +98,3 @@ def _nothing(caller: str, names: list[str], evaluated: bool) -> str:
         "did: the model was not called in training mode, or was compiled before record_aux and skipped its hooks "
         "(torch.compiler.reset() helps); before a pass that may skip all layers call clear_aux(model, skippable=True)"
     )
-
-
-def _require_usable(caller: str, name: str, layer: MLP, calls: list[Call]) -> None:
-    name = name or "the layer"
-    if torch.is_grad_enabled() and not all(call.aux.l1.requires_grad for call in calls):
-        require_gradients(f"{caller}: the L1 of {name} requires no grad", layer)
