@@ -402,7 +402,10 @@ def explained(text: Path, dense: Callable[[str], Path], tmp_path: Path) -> Calla
     return explained
 
 
-@pytest.mark.parametrize("activation", ["relu", "jumprelu", "topk", "batchtopk"])
+@pytest.mark.parametrize(
+    "activation",
+    ["relu", "topk", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("jumprelu", "batchtopk"))],
+)
 def test_autoencoders_learn_and_go_on_with_the_same_bits(
     explained: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, activation: str
 ) -> None:
