@@ -78,7 +78,7 @@ def test_installs_beside_the_serving_engines_that_it_admits(engine: str, metadat
         assert {"torch", "apache-tvm-ffi", RUNTIME, "nvidia-cutlass-dsl", "cuda-bindings", "transformers"} <= common
 
 
-@pytest.mark.parametrize("installed", ["2.9.0", "2.11.0+cu130", "2.13.0+cpu", "2.14.1", "2.15.0"])
+@pytest.mark.parametrize("installed", ["2.11.0+cu130", "2.13.0+cpu", "2.14.1", "2.15.0"])
 def test_an_installed_torch_stays(installed: str, metadata: Message) -> None:
     (torch,) = (requirement for requirement in requirements(metadata) if requirement.name == "torch")
     assert torch.specifier.contains(installed)
