@@ -66,11 +66,11 @@ _SEQUENCES = {"EncoderLayer": "ffn"}
 # Children of which a module of another class may be a layer; to say so is all that is done with it.
 LIKELY = (*_LAYERS, ("linear_1", "linear_2"), ("w1", "w2"), ("w_1", "w_2"), ("intermediate.dense", "output.dense"))
 
-# What the body of a class has that defines no method but __init__.
+# What the body of a class has that defines no method but __init__; _old_init: what DeepSpeed's zero.Init leaves there.
 WITHOUT_METHODS = frozenset(
     {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__annotate_func__", "__annotate__"}
     | {"__annotations_cache__", "__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__"}
-    | {"__abstractmethods__", "_abc_impl"}
+    | {"__abstractmethods__", "_abc_impl", "_old_init"}
 )
 
 
