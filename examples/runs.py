@@ -274,7 +274,7 @@ def fit(
         callbacks=[*callbacks, Chart(folder)],
     )
     done = folder / "figures.json"
-    if not done.exists():
+    if not (done.exists() and (folder / "final").is_dir()):
         if runner.is_world_process_zero():
             _files.write_text(path, json.dumps(options, indent=1) + "\n")
         last = checkpoint(folder, training.max_steps)

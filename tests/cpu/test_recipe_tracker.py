@@ -110,6 +110,18 @@ def test_figures_are_of_the_last_observed_step() -> None:
         assert torch.equal(found[-1], brute([plain_pass(model, of)[1][0]]) == 0) or number == 3
     assert tokens == [B * S] * 6
     assert [bool(mask[7]) for mask in found] == [False] * 3 + [True] * 3
+
+    # what a step that raises has observed does not count
+    def fail() -> None:
+        with tracker.watch(8):
+            model(batches[0])
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    with tracker.watch(10):
+        model(batches[1][:1])
+    assert tracker.read().layers[0].tokens == S
     never = SparsityTracker(Model(), every=0)
     with never.watch(0):
         never.model(batches[0])

@@ -567,6 +567,8 @@ def test_a_target_goes_on_from_a_checkpoint(tmp_path: Path, moving: bool) -> Non
     assert (0 < saved.threshold < threshold) == moving
     with pytest.raises(ValueError, match=r"step 3 must be of the same nnz, .*nnz 6.0, got 5.0; begin a new run"):
         train(callback(**{**target, "nnz": 6}))
+    with pytest.raises(ValueError, match="checkpoint of step 3 must have no target without nnz, got one"):
+        train(callback())
     if not moving:
         train(callback(), tmp_path / "without", resume=False)
         with pytest.raises(ValueError, match="checkpoint of step 3 must have a target, as nnz is 5, got none"):

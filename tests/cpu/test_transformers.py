@@ -563,6 +563,10 @@ def test_files_of_others(
         # the stock class would draw a gate
         with pytest.raises(ValueError, match=r"transformers\.load reads it"):
             transformers.AutoModelForCausalLM.from_pretrained(folder)
+        # square files that save_pretrained wrote have one layout
+        square, _ = twell.compact(loaded, {name: torch.arange(N) < K for name in layers(loaded)})
+        square.save_pretrained(tmp_path / "square")
+        assert torch.equal(out(load(tmp_path / "square", dtype=dtype)), out(square))
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--text", type=Path, metavar="DIR", help="folder of text files (default: the Python standard library's source)")
     add("--device", help=DEVICE_HELP)
     add("--seconds", type=number_above(0), metavar="S", help="training time (default: 60 on a CPU, more on a GPU)")
-    add("--steps", type=at_least(1), metavar="N", help="training steps, if they end before")
+    add("--steps", type=at_least(1), metavar="N", help="training steps; without --seconds there is no limit of time")
     add("--seed", type=at_least(0), metavar="N", default=0, help="seed of weights and text (%(default)s)")
 
 

@@ -124,7 +124,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         require_flag("attention_mask", attention_mask)
         require_number("reinitialize", reinitialize, 0, 1)
-        require_integer("every", every, 0)
+        require_integer("every", every, 1 if reinitialize else 0)
         self.coefficient, self.nnz, self.moving_threshold = coefficient, nnz, moving_threshold
         self.warmup_steps, self.attention_mask = warmup_steps, attention_mask
         self.reinitialize, self.every = reinitialize, every
@@ -196,6 +196,11 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         # a list if there are two callbacks; the second one raises below
         saved = saved[0] if isinstance(saved, list) else saved
+        if self.nnz is None and state.global_step and saved.get("target") is not None:
+            raise ValueError(
+                f"SparsityCallback: the checkpoint of step {state.global_step} must have no target without nnz, got "
+                "one: resume with its nnz and moving_threshold, or begin a new run from its weights"
+            )
         if self.nnz is not None:
             self.target = self._target(model, self.nnz, state.max_steps)
             if state.global_step:

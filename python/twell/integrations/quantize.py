@@ -55,7 +55,8 @@ def _quantised(model: nn.Module, name: str, layer: SparseFFN, granularity: Granu
     found = list(layer._operands())
     for operand in (operand for pair in found for operand in pair if operand is not None):
         if operand.dtype != torch.bfloat16 or operand.is_meta:
-            raise TypeError(f"{name} must have bfloat16 weights in memory, got {operand.dtype} on {operand.device}")
+            got = f"{operand.dtype} on {operand.device}; model.bfloat16() makes them"
+            raise TypeError(f"quantize_: layer {name!r} must have bfloat16 weights in memory, got {got}")
     stored = [
         Stored(quantize(weight.detach(), granularity), None if bias is None else bias.detach(), None)
         for weight, bias in found

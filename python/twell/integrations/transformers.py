@@ -378,10 +378,12 @@ def _fit(model: Any, stored: dict[str, Tensor]) -> None:
 def _rows(model: Any, stored: dict[str, Tensor]) -> list[str]:
     """The down weights that files store [intermediate, hidden]. Raises ValueError as ``layouts.lies_by_rows``."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    found = []
+    found, marked = [], getattr(model.config, layouts.LAYOUT_KEY) == "rows"
     for name in filter(layouts.is_down, stored):
         shape = shapes.get(name, shapes.get(f"{model.base_model_prefix}.{name}"))
-        if shape is not None:
+        # save_pretrained of a compacted model writes nn.Linear's layout
+        compacted = not marked and f"{name.rsplit('.', 2)[0]}{_KEPT}" in stored
+        if shape is not None and not (compacted and shape == stored[name].shape):
             try:
                 found += [name] * layouts.lies_by_rows(stored[name].shape, *shape)
             except ValueError as error:

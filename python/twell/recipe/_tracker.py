@@ -152,7 +152,9 @@ class SparsityTracker:
                 recorder.observe = functools.partial(self._observe, name)
 
     def abandon(self) -> None:
-        """End ``begin`` without counting the calls that are left to count."""
+        """End ``begin`` without counting the calls that are left to count, nor what was observed of its step."""
+        if not self._watched:
+            self._open.clear()
         for recorder in self._recorders.values():
             recorder.observe = None
             recorder.inputs.clear()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from twell.base.arguments import require_integer
+from twell.base.arguments import require_integer, require_positive
 
 
 class ModelSizes(NamedTuple):
@@ -114,6 +114,7 @@ def make(
     if not isinstance(name, Workload) and (not isinstance(name, str) or name not in WORKLOADS):
         raise ValueError(f"workload must be one of {', '.join(WORKLOADS)}, got {name!r}")
     load = name if isinstance(name, Workload) else WORKLOADS[name]
+    require_positive("nnz of the workload", load.nnz)
     generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -151,10 +151,14 @@ class Analysis:
         }
 
 
+def _too_far(far: float) -> str:
+    return f"too far from all measured: {far:.0f} times beyond in hidden size, weights or share of neurons that fire"
+
+
 def _said(what: str, gpu: str, ratios: Mapping[Call, float | None], far: float, source: str) -> str:
     """A verdict, from the times over dense's, and from how far layers are from what was measured."""
     if far > TOO_FAR:
-        return f"none: {what} of these sizes and figures are too far from all measured, {far:.0f} times beyond"
+        return f"none: {what} are {_too_far(far)}"
     pays = [f"{call} ({of:.2f})" for call, of in ratios.items() if of is not None and of * PAYS <= 1]
     others = [str(call) for call, of in ratios.items() if of is not None and of * PAYS > 1]
     unknown = [str(call) for call, of in ratios.items() if of is None]
@@ -277,7 +281,7 @@ def requirement(was: str, shapes: Sequence[Shape], calls: Sequence[Call], card: 
         lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
     yield from aligned(lines)
     if (far := rates.MEASURED["16 bits"].apart(*most_work[1:])) > TOO_FAR:
-        yield f"Verdict: none: layers of these sizes are too far from all measured, {far:.0f} times beyond"
+        yield f"Verdict: none: layers are {_too_far(far)}"
         return
     found, n = zip(calls, limits[most_work], strict=True), most_work[2]
     needs = [f"{most:,}{searched(most, n)} (for {call})" for call, most in found if most]
