@@ -51,6 +51,7 @@ from tests.cases.judged import Result
 from tests.cases.verdicts import attempt, judge, same_bits, spoil, tensors
 from twell import testing
 from twell.choose import rates
+from twell.commands.request import RequestError, check_json
 from twell.testing.calls import caller
 from twell.testing.case import KINDS, Case
 from twell.testing.operands import build, laid_out
@@ -260,6 +261,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda needs a CUDA device; --device cpu fuzzes the CPU operators")
 
+    try:
+        check_json("--json", arguments.json)
+    except RequestError as error:
+        parser.error(str(error))
     device = torch.device(arguments.device.replace("emulator", "cpu"))
     # graphs are compared with eager calls, so both choose by the GPU's times alone
     if device.type == "cuda":

@@ -213,6 +213,10 @@ FILES: dict[str, tuple[Any, str]] = {
     "int8": (by("up_proj", lambda w: w.to(torch.int8)), SIXTEEN),
     "e4m3 alone": (by("down_proj", lambda w: w.to(torch.float8_e4m3fn)), "through twell, got F8_E4M3"),
     "narrow": (by("1.mlp.down", lambda w: w[:, :-8]), "must be [64, 320] or [320, 64], whose order tells the"),
+    "square": (
+        (lambda _, w: w[:64] if len(w) == 320 else w[..., :64].clone(), {"intermediate_size": 64}),
+        "vLLM serves LlamaForCausalLM with ReLU",
+    ),
     "rows": (by("down_proj", lambda w: w.T), "vLLM reads down weights [hidden, intermediate]"),
 }  # fmt: skip
 

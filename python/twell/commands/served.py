@@ -153,8 +153,10 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
             reason = "the model must be in bfloat16 with weights in e4m3, got float16"
         dtype, (n, k) = up
         down = f"{match['layer']}down_proj.weight"
-        rows = layouts.lies_by_rows(tensors[down][1], k, n)
-        if rows and not set(content.get("architectures") or ()) & set(vllm.SPARSE):
+        either = bool(set(content.get("architectures") or ()) & set(vllm.SPARSE))
+        # square files of stock classes have one layout
+        rows = (either or list(tensors[down][1]) != [k, n]) and layouts.lies_by_rows(tensors[down][1], k, n)
+        if rows and not either:
             raise RequestError(
                 f"MODEL: {down}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except for "
                 f"{' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; load and save_pretrained of "

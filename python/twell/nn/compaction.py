@@ -262,7 +262,7 @@ def compact(
         to = module if inplace else copy.deepcopy(module)
         for name, kept in masks.items():
             # one at a time: the memory of the old ones is free for the next
-            _keep(to.get_submodule(name), kept)
+            _keep(to.get_submodule(name), kept.clone())
     return to, CompactionReport(tuple(reports))
 
 
