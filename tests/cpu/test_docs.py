@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import twell
-from profiling import draw, reference
+from profiling import draw, measurements, reference
 from twell.commands import cli, info
 from twell.runtime import env
 
@@ -370,6 +370,14 @@ def complaint(words: list[str]) -> str:
     if (ROOT / name).is_file():
         return ""
     return "" if name in ("pip", "export", "source", "git", "cd", "cp", "vllm") else f"unknown command {name}"
+
+
+def test_measurements_are_made_by_commands_that_there_are() -> None:
+    given = [shlex.split(command) for each in measurements.ALL for command in each.commands]
+    # torch.distributed.run has its module behind options of its own
+    words = [["python", *each[each.index("-m", 3) :]] if "torch.distributed.run" in each else each for each in given]
+    wrong = {" ".join(each): complaint(each) for each in words}
+    assert not {command: said for command, said in wrong.items() if said}
 
 
 @pytest.mark.parametrize("path", TRIED, ids=name_of)
