@@ -461,17 +461,17 @@ def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
     m, b = cute.sym_int32(), cute.sym_int32()
     arguments = (
         *operands.packed(dtype, m),
-        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2) if spec.training else None,
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32(), cute.sym_int32(), 2) if spec.training else None,
+        operands.dense(Int32, cute.sym_int32()),
         *operands.lists(b),
-        operands.vector(Int32, cute.sym_int32(divisibility=8)) if spec.training else None,
-        operands.matrix(Float32, b, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32(divisibility=8)) if spec.training else None,
+        operands.dense(Float32, b, cute.sym_int32(), align=4),
         Int32(1),
         Int32(1),
         Int32(1),
         Int32(1),
-        operands.matrix(Int16, b, cute.sym_int32(divisibility=64)),
-        operands.vector(Int32, cute.sym_int32(), align=4),
+        operands.dense(Int16, b, cute.sym_int32(divisibility=64), align=4),
+        operands.dense(Int32, cute.sym_int32(), align=4),
         Int32(1),
     )
     return Compact(spec), arguments

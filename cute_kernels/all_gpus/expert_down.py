@@ -122,7 +122,7 @@ def signature(spec: ExpertDownSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.rows(dtype, cute.sym_int32(divisibility=8), k) if spec.gated else None,
         operands.rows(dtype, cute.sym_int32(divisibility=8), k),
         *results(dtype, m, k),
-        *(operands.vector(Int32, pairs) for _ in range(2)),
-        operands.strided_matrix(Float32, m, cute.sym_int32()),
+        *(operands.dense(Int32, pairs) for _ in range(2)),
+        operands.strided(Float32, m, cute.sym_int32()),
         *(Int32(1),) * 6,
     )

@@ -154,11 +154,11 @@ class ExpertPairs:
 def signature(spec: ExpertPairsSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype, k = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8)
     return ExpertPairs(), (
-        operands.matrix(Int32, cute.sym_int32(), cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32(), cute.sym_int32(), align=4),
         operands.rows(dtype, cute.sym_int32(), k),
-        *(operands.vector(Int32, cute.sym_int32()) for _ in range(2)),
+        *(operands.dense(Int32, cute.sym_int32()) for _ in range(2)),
         operands.rows(dtype, cute.sym_int32(), k),
-        operands.quads(cute.sym_int32()),
-        *(operands.vector(Int32, cute.sym_int32()) for _ in range(3)),
+        operands.dense(Int32, cute.sym_int32(), 4),
+        *(operands.dense(Int32, cute.sym_int32()) for _ in range(3)),
         *(Int32(1),) * 2,
     )

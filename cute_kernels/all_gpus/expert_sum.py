@@ -69,7 +69,7 @@ def signature(spec: ExpertSumSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype, m, k = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32(divisibility=8)
     return ExpertSum(spec), (
         operands.rows(dtype if spec.rounded else Float32, cute.sym_int32(), k),
-        operands.vector(Int32, cute.sym_int32()),
-        operands.strided_matrix(Float32, m, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32()),
+        operands.strided(Float32, m, cute.sym_int32()),
         operands.rows(dtype, m, k),
     )

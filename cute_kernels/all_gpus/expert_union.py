@@ -121,8 +121,8 @@ def signature(spec: ExpertUnionSpec) -> tuple[Any, tuple[Any, ...]]:
     n = cute.sym_int32(divisibility=8)
     return ExpertUnion(), (
         operands.rows(dtype, pairs, n),
-        operands.quads(units),
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Int32, units, 4),
+        operands.dense(Int32, cute.sym_int32()),
         operands.rows(Int32, units, cute.sym_int32(divisibility=8)),
         operands.rows(dtype, pairs, cute.sym_int32(divisibility=geometry.CHUNK)),
         Int32(1),

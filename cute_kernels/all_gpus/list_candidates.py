@@ -67,9 +67,9 @@ class ListCandidates:
 def signature(spec: ListCandidatesSpec) -> tuple[Any, tuple[Any, ...]]:
     b = cute.sym_int32()
     arguments = (
-        operands.matrix(Int32, b, cute.sym_int32(divisibility=8)),
-        operands.matrix(Int16, b, cute.sym_int32(divisibility=64)),
-        operands.vector(Int32, cute.sym_int32(), align=4),
-        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        operands.dense(Int32, b, cute.sym_int32(divisibility=8), align=4),
+        operands.dense(Int16, b, cute.sym_int32(divisibility=64), align=4),
+        operands.dense(Int32, cute.sym_int32(), align=4),
+        operands.dense(Int32, cute.sym_int32(), cute.sym_int32(), 2),
     )
     return ListCandidates(), arguments

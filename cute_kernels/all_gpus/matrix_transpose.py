@@ -84,8 +84,8 @@ def signature(spec: MatrixTransposeSpec) -> tuple[Any, tuple[Any, ...]]:
     if spec.bits == 8:
         r, c = cute.sym_int32(divisibility=16), cute.sym_int32(divisibility=16)
         return ByteTranspose(), (
-            operands.bytes_by_rows(cutlass.Uint8, r, c),
-            operands.bytes_by_rows(cutlass.Uint8, c, r),
+            operands.byte_rows(cutlass.Uint8, r, c),
+            operands.byte_rows(cutlass.Uint8, c, r),
         )
     r, c = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     return MatrixTranspose(), (operands.rows(cutlass.Int16, r, c), operands.rows(cutlass.Int16, c, r))

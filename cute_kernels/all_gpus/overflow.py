@@ -484,13 +484,13 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
         return [operands.rows(dtype, cute.sym_int32(), columns) for _ in range(count)]
 
     def vectors(dtype: Any, count: int = 1) -> list[Any]:
-        return [operands.vector(dtype, cute.sym_int32(), align=4) for _ in range(count)]
+        return [operands.dense(dtype, cute.sym_int32(), align=4) for _ in range(count)]
 
-    weights, sums = [operands.rows(dtype, n, k) for _ in range(3)], operands.matrix
+    weights = [operands.rows(dtype, n, k) for _ in range(3)]
     biases = [operands.bias(dtype) for _ in range(5)]
     return Overflow(spec), (
         *(*matrices(2), *weights, *biases[:3], *vectors(Float32), *vectors(Int32), *[Int32(1)] * 4),
-        *(operands.slabs(dtype, cute.sym_int32(), cute.sym_int32(), n), *matrices(4), *matrices(3, dtype=Float32)),
-        *(Int32(1), *(sums(Float32, cute.sym_int32(), cute.sym_int32()) for _ in range(2)), *biases[3:]),
-        *(operands.vector(Float32, cute.sym_int32()), *vectors(Int32), *matrices(2, n), Int32(1)),
+        *(operands.rows(dtype, cute.sym_int32(), cute.sym_int32(), n), *matrices(4), *matrices(3, dtype=Float32)),
+        *(Int32(1), *(operands.dense(Float32, cute.sym_int32(), cute.sym_int32(), align=4) for _ in range(2)), *biases[3:]),
+        *(operands.dense(Float32, cute.sym_int32()), *vectors(Int32), *matrices(2, n), Int32(1)),
     )

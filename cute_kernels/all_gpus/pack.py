@@ -99,10 +99,10 @@ def signature(spec: PackSpec) -> tuple[Any, tuple[Any, ...]]:
     return Pack(spec), (
         operands.rows(dtype, m, n),
         *operands.packed(dtype, m),
-        operands.cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        operands.vector(cutlass.Int32, cute.sym_int32(), align=4),
+        operands.dense(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        operands.dense(cutlass.Int32, cute.sym_int32(), align=4),
         operands.bias(dtype),
-        operands.matrix(Int32, cute.sym_int32(), 2),
+        operands.dense(Int32, cute.sym_int32(), 2, align=4),
         Int32(1),
         Int32(1),
     )

@@ -448,10 +448,10 @@ def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:
     m, k = cute.sym_int32(), cute.sym_int32(divisibility=8)
     arguments = (
         operands.rows(operands.DTYPES[spec.dtype], m, k),
-        operands.bytes_by_rows(Int8, m, k),
-        operands.vector(Float32, m),
-        operands.vector(Float32, m),
-        operands.vector(Float32, m),
+        operands.byte_rows(Int8, m, k),
+        operands.dense(Float32, m),
+        operands.dense(Float32, m),
+        operands.dense(Float32, m),
         Int32(1),
         Int32(1),
         Float32(1.0),

@@ -246,7 +246,7 @@ def signature(spec: QuantizeTokensSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype, m, k = operands.DTYPES[spec.dtype], cute.sym_int32(), cute.sym_int32(divisibility=16)
     matrix = operands.rows(dtype, m, k)
     if spec.source == "tokens":
-        given, q = operands.vector(Float32, cute.sym_int32(), 4), operands.bytes_by_rows(cutlass.Uint8, m, k)
+        given, q = operands.dense(Float32, cute.sym_int32(), align=4), operands.byte_rows(cutlass.Uint8, m, k)
         return QuantizeTokens(spec), (matrix, given, q, operands.strided(Float32, m))
     up = operands.rows(dtype, m, k) if spec.source == "gated" else None
     return QuantizeHidden(spec), (matrix, up, *operands.e4m3_rows(m, k), Int32(1), Int32(1))

@@ -118,5 +118,5 @@ def add_if_greater(count: Float32, a: Int32, b: Int32) -> Float32:
 
 def signature(spec: RankSpec) -> tuple[Any, tuple[Any, ...]]:
     n = cute.sym_int32(divisibility=8)
-    vectors = (operands.vector(Int32, n) for _ in range(3))
-    return Rank(), (*vectors, operands.vector(Int32, cute.sym_int32()), Int32(1))
+    vectors = (operands.dense(Int32, n) for _ in range(3))
+    return Rank(), (*vectors, operands.dense(Int32, cute.sym_int32()), Int32(1))

@@ -33,6 +33,8 @@ class _Elementwise:
     """A pass over ``sources`` into ``targets``, vectors of one length; ``combine`` maps pairs of values."""
 
     vectors: int
+    # (pairs, form): one pair of values per target from one per source; `form`: activation and threshold
+    combine: Any
 
     def __init__(self, spec: RegluSpec):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -80,10 +82,6 @@ class _Elementwise:
             row = Int32(at) // width
             at = Int64(row) * stride + (Int32(at) - row * width)
         return cute.assume(at, divby=VECTOR)
-
-    def combine(self, pairs: Any, form: Any) -> Any:
-        """One pair of values per target from one per source; `form`: activation and threshold."""
-        raise NotImplementedError
 
     def load(self, source: Any) -> Any:
         """Load eight values to four registers, from memory that is read once."""
@@ -157,7 +155,7 @@ def signature(spec: RegluSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype, size = operands.DTYPES[spec.dtype], cute.sym_int64()
     form = Int32(1), Int32(1)
     if spec.backward:
-        return RegluBackward(spec), (*(operands.vector(dtype, size) for _ in range(5)), *form)
+        return RegluBackward(spec), (*(operands.dense(dtype, size) for _ in range(5)), *form)
     # halves of one product have fewer values than lie between their ends
-    gate, up = (operands.vector(dtype, cute.sym_int64()) for _ in range(2))
-    return Reglu(spec), (gate, up, operands.vector(dtype, size), Int32(1), Int32(1), *form)
+    gate, up = (operands.dense(dtype, cute.sym_int64()) for _ in range(2))
+    return Reglu(spec), (gate, up, operands.dense(dtype, size), Int32(1), Int32(1), *form)

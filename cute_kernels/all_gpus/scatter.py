@@ -54,8 +54,8 @@ def signature(spec: ScatterSpec) -> tuple[Any, tuple[Any, ...]]:
     tiles, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
     neurons, chunks, sizes = operands.lists(tiles)
     return Scatter(), (
-        operands.vector(Int32, cute.sym_int32()),
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32()),
         neurons,
         chunks,
         sizes,

@@ -152,4 +152,4 @@ class TopK:
 def signature(spec: TopKSpec) -> tuple[Any, tuple[Any, ...]]:
     m = cute.sym_int32()
     gate = operands.rows(Int16, m, cute.sym_int32(divisibility=8))
-    return TopK(spec), (gate, operands.matrix(Int32, m, 2), Int32(1), Int32(1))
+    return TopK(spec), (gate, operands.dense(Int32, m, 2, align=4), Int32(1), Int32(1))

@@ -482,17 +482,17 @@ def signature(spec: TransposeSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype = operands.DTYPES[spec.dtype]
     b, r, p, q = cute.sym_int32(), cute.sym_int32(), cute.sym_int32(), cute.sym_int32()
     arguments = (
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32()),
         *operands.lists(b),
-        operands.vector(dtype, p) if spec.gated else None,
-        operands.vector(Int32, p),
-        operands.vector(Int32, p) if spec.gated else None,
-        operands.vector(Int32, cute.sym_int32()),
-        operands.cube(Int32, r, b, 2),
-        operands.matrix(Int32, r, 5),
-        operands.matrix(Int32, r, cute.sym_int32()),
-        operands.vector(Int64, q),
-        operands.vector(Int32, q),
+        operands.dense(dtype, p) if spec.gated else None,
+        operands.dense(Int32, p),
+        operands.dense(Int32, p) if spec.gated else None,
+        operands.dense(Int32, cute.sym_int32()),
+        operands.dense(Int32, r, b, 2),
+        operands.dense(Int32, r, 5, align=4),
+        operands.dense(Int32, r, cute.sym_int32(), align=4),
+        operands.dense(Int64, q),
+        operands.dense(Int32, q),
         Int32(1),
     )
     return Transpose(spec), arguments

@@ -457,11 +457,11 @@ def arguments(spec: UpDownTokenSpec) -> tuple[Any, ...]:
         *(operands.scaled_rows(spec.dtype, m, k) if spec.gated else absent),
         *operands.packed(dtype, m),
         *(operands.scaled_rows(spec.dtype, n, k) if spec.gated else absent),
-        *((operands.bytes_by_rows(Uint8, n, k), operands.vector(Float32, k)) if fp8 else (operands.rows(dtype, n, k),)),
+        *((operands.byte_rows(Uint8, n, k), operands.dense(Float32, k)) if fp8 else (operands.rows(dtype, n, k),)),
         operands.bias(dtype) if spec.gated else None,
         operands.bias(dtype),
         *results(dtype, m, k),
-        operands.cube(Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        operands.dense(Int32, cute.sym_int32(), cute.sym_int32(), 2),
         *(Int32(1),) * 4,
     )
 
@@ -470,9 +470,9 @@ def results(dtype: Any, m: Any, k: Any) -> tuple[Any, ...]:
     """Those of y and l1, and of what helpers share."""
     return (
         operands.rows(dtype, m, k),
-        operands.vector(Float32, m),
+        operands.dense(Float32, m),
         operands.rows(Float32, cute.sym_int32(), cute.sym_int32(divisibility=8)),
-        *(operands.vector(Int32, cute.sym_int32(), 4) for _ in range(2)),
+        *(operands.dense(Int32, cute.sym_int32(), align=4) for _ in range(2)),
     )
 
 

@@ -109,7 +109,7 @@ def signature(spec: WindowSpec) -> tuple[Any, tuple[Any, ...]]:
     m, n = cute.sym_int32(), cute.sym_int32(divisibility=8)
     return Window(spec), (
         operands.rows(dtype, m, n),
-        *(operands.vector(dtype, n) for _ in range(3)),
+        *(operands.dense(dtype, n) for _ in range(3)),
         operands.rows(Uint8, m, n),
-        operands.matrix(Int32, KINDS, n),
+        operands.dense(Int32, KINDS, n, align=4),
     )

@@ -46,6 +46,8 @@ class Operands(NamedTuple):
 class GatheredForm:
     """For one dtype and number of products; sizes and strides stay symbolic. An empty bias stands for none."""
 
+    launch: Any  # of a family, (data, capacity, max_ctas, stream): launch the kernel unless there are no units
+
     def __init__(self, spec: Any):
         self.dtype = operands.DTYPES[spec.dtype]
         self.from_entries = spec.products == 0
@@ -65,10 +67,6 @@ class GatheredForm:
         slabs = cute.ceil_div(out.shape[1], TILE_N)
         units = cute.ceil_div(out.shape[0], TILE_M) * slabs
         self.launch(Operands._make((*given, slabs, units, scale, None)), capacity, max_ctas, stream)
-
-    def launch(self, data, capacity, max_ctas, stream):
-        """Launch the kernel unless there are no units."""
-        raise NotImplementedError
 
     @cute.jit
     def sort_tiles(self, data: Operands, scratch, threads: cutlass.Constexpr, thread: Int32):
@@ -126,17 +124,17 @@ def arguments(spec: Any) -> tuple[Any, ...]:
     n, k, p = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16 if fp8 else 8), cute.sym_int32()
     b = cute.sym_int32()
     second = spec.products == 2
-    of_bytes = operands.bytes_by_rows(cutlass.Uint8, n, k), operands.vector(Float32, k)
+    of_bytes = operands.byte_rows(cutlass.Uint8, n, k), operands.dense(Float32, k)
     return (
         operands.strided(dtype, p) if spec.products > 0 else None,
         *(of_bytes if fp8 else (operands.rows(dtype, n, k),)),
         operands.strided(dtype, p) if second else None,
         operands.rows(dtype, n, k) if second else None,
         operands.bias(dtype),
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32()),
         *operands.lists(b),
         operands.rows(dtype, cute.sym_int32(), k),
-        operands.vector(Float32, cute.sym_int32()),
+        operands.dense(Float32, cute.sym_int32()),
         Int32(1),
         Int32(1),
         Int32(1),

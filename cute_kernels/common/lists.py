@@ -12,26 +12,12 @@ class Lists:
     dtype: Any
     products: int
     longest: int
-
-    def tile_and_part(self, data, unit):
-        """Sparse tile and part of the columns of a unit."""
-        raise NotImplementedError
-
-    def list_extent(self, data, tile):
-        """Length of a tile's list, and where it begins."""
-        raise NotImplementedError
-
-    def chunk_start(self, data, tile, chunk):
-        """Index of the first coefficient of 64 list positions; of the chunk after the last: where they end."""
-        raise NotImplementedError
-
-    def row_index(self, data, at):
-        """Row at position `at` of the lists."""
-        raise NotImplementedError
-
-    def load_coefficient(self, data, at, product):
-        """Coefficient `at` and its position, in two registers."""
-        raise NotImplementedError
+    # methods of a kernel
+    tile_and_part: Any  # (data, unit): sparse tile and part of the columns
+    list_extent: Any  # (data, tile): length of its list, and where it begins
+    chunk_start: Any  # (data, tile, chunk): first coefficient of 64 positions; after the last chunk: where they end
+    row_index: Any  # (data, at): row at position `at` of the lists
+    load_coefficient: Any  # (data, at, product): coefficient `at` and its position, in two registers
 
     @cute.jit
     def unit_after(self, unit: Int32):

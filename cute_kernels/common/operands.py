@@ -20,19 +20,20 @@ class Scales(NamedTuple):
     w: Any  # fp32 [N], or of experts [E, N]
 
 
-def rows(dtype: Any, m: Any, k: Any) -> Any:
-    """A row-major matrix [m, k]: inner stride 1, 64-bit row stride in multiples of 8, 16-byte aligned base."""
-    return make_fake_tensor(dtype, (m, k), stride=(cute.sym_int64(divisibility=8), 1), assumed_align=16)
+def rows(dtype: Any, *shape: Any, multiple: int = 8) -> Any:
+    """Row-major matrices [..., m, k]: inner stride 1, other strides 64-bit in multiples of 8, 16-byte aligned base."""
+    strides = (*(cute.sym_int64(divisibility=multiple) for _ in shape[1:]), 1)
+    return make_fake_tensor(dtype, shape, stride=strides, assumed_align=16)
 
 
-def bytes_by_rows(dtype: Any, m: Any, k: Any) -> Any:
-    """A row-major matrix [m, k] of bytes: 64-bit row stride in multiples of 16, 16-byte aligned base."""
-    return make_fake_tensor(dtype, (m, k), stride=(cute.sym_int64(divisibility=16), 1), assumed_align=16)
+def byte_rows(dtype: Any, *shape: Any) -> Any:
+    """The same of bytes, with strides in multiples of 16."""
+    return rows(dtype, *shape, multiple=16)
 
 
 def e4m3_rows(m: Any, k: Any) -> tuple[Any, Any]:
     """A row-major matrix [m, k] of e4m3 values as bytes, and the fp32 scales of its rows."""
-    return bytes_by_rows(cutlass.Uint8, m, k), vector(cutlass.Float32, m)
+    return byte_rows(cutlass.Uint8, m, k), dense(cutlass.Float32, m)
 
 
 def scaled_rows(name: str, m: Any, k: Any) -> tuple[Any, ...]:
@@ -54,47 +55,20 @@ def factors(arguments: Any) -> tuple[Any, ...]:
     return e4m3(x), e4m3(w), others, Scales(x_scale, w_scale)
 
 
-def vector(dtype: Any, n: Any, align: int = 16) -> Any:
-    """A contiguous vector [n]."""
-    return make_fake_compact_tensor(dtype, (n,), assumed_align=align)
+def dense(dtype: Any, *shape: Any, align: int = 16) -> Any:
+    """A contiguous tensor."""
+    order = tuple(reversed(range(len(shape))))
+    return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
 
 def bias(dtype: Any) -> Any:
     """A bias of any length; an empty one stands for none. The caller checks that the length fits."""
-    return vector(dtype, cute.sym_int32())
+    return dense(dtype, cute.sym_int32())
 
 
-def strided(dtype: Any, n: Any) -> Any:
-    """A vector [n] of any stride."""
-    return make_fake_tensor(dtype, (n,), stride=(cute.sym_int32(),), assumed_align=4)
-
-
-def strided_matrix(dtype: Any, m: Any, n: Any) -> Any:
-    """A matrix [m, n] of any strides."""
-    align = dtype.width // 8
-    return make_fake_tensor(dtype, (m, n), stride=(cute.sym_int32(), cute.sym_int32()), assumed_align=align)
-
-
-def quads(n: Any) -> Any:
-    """A contiguous int32 matrix [n, 4]."""
-    return make_fake_compact_tensor(cutlass.Int32, (n, 4), stride_order=(1, 0), assumed_align=16)
-
-
-def cube(dtype: Any, a: Any, b: Any, c: int) -> Any:
-    """A contiguous tensor [a, b, c]."""
-    return make_fake_compact_tensor(dtype, (a, b, c), stride_order=(2, 1, 0), assumed_align=16)
-
-
-def slabs(dtype: Any, p: Any, m: Any, n: Any) -> Any:
-    """Row-major matrices [m, n] behind each other, [p, m, n], with 64-bit strides in multiples of 8."""
-    strides = (cute.sym_int64(divisibility=8), cute.sym_int64(divisibility=8), 1)
-    return make_fake_tensor(dtype, (p, m, n), stride=strides, assumed_align=16)
-
-
-def byte_slabs(p: Any, m: Any, n: Any) -> Any:
-    """The same of bytes, with strides in multiples of 16."""
-    strides = (cute.sym_int64(divisibility=16), cute.sym_int64(divisibility=16), 1)
-    return make_fake_tensor(cutlass.Uint8, (p, m, n), stride=strides, assumed_align=16)
+def strided(dtype: Any, *shape: Any) -> Any:
+    """A tensor of 32-bit values and any strides."""
+    return make_fake_tensor(dtype, shape, stride=tuple(cute.sym_int32() for _ in shape), assumed_align=4)
 
 
 def packed(dtype: Any, m: Any) -> tuple[Any, Any]:
@@ -106,15 +80,10 @@ def packed(dtype: Any, m: Any) -> tuple[Any, Any]:
 def lists(b: Any) -> tuple[Any, Any, Any]:
     """Neurons [b, 64 C], chunks [b, C + 1] and sizes [b + 1] of the hybrid format."""
     return (
-        matrix(cutlass.Int16, b, cute.sym_int32(divisibility=64)),
-        matrix(cutlass.Int32, b, cute.sym_int32()),
-        vector(cutlass.Int32, cute.sym_int32(), align=4),
+        dense(cutlass.Int16, b, cute.sym_int32(divisibility=64), align=4),
+        dense(cutlass.Int32, b, cute.sym_int32(), align=4),
+        dense(cutlass.Int32, cute.sym_int32(), align=4),
     )
-
-
-def matrix(dtype: Any, a: Any, b: Any) -> Any:
-    """A contiguous matrix [a, b], aligned to 4 bytes."""
-    return make_fake_compact_tensor(dtype, (a, b), stride_order=(1, 0), assumed_align=4)
 
 
 def gate_pack(name: str) -> tuple[Any, ...]:
@@ -129,8 +98,8 @@ def gate_pack(name: str) -> tuple[Any, ...]:
         *scaled_rows(name, n, k),
         bias(dtype),
         *packed(dtype, m),
-        cube(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
-        vector(cutlass.Int32, cute.sym_int32(), align=4),
+        dense(cutlass.Int32, cute.sym_int32(), cute.sym_int32(), 2),
+        dense(cutlass.Int32, cute.sym_int32(), align=4),
         cutlass.Int32(1),
         cutlass.Int32(1),
     )

@@ -72,7 +72,7 @@ def store_tile(
                 line[i] = Uint32(0)
             line[0] = Uint32(count) if lane == 0 else Uint32(0)
             store_values(target + 4 * lane, line)
-        # zeros before words
+        # the zeros are stored: a word of another lane must not be overwritten by them
         cute.arch.sync_warp()
         while mask != 0:
             bit = lowest_bit(mask)

@@ -83,18 +83,13 @@ class Sampler:
 
     dtype: Any
     value: Any  # the type of x and w
-
-    def launch(self, o, capacity, max_ctas, stream):
-        """Launch the kernel unless there are no tokens."""
-        raise NotImplementedError
-
-    def sync_sums(self):
-        """Wait for all threads that hold sums."""
-        raise NotImplementedError
-
-    def stage_sums(self, s, acc, staged, chunks, thread):
-        """Store sums of up to 128 neurons, the first or the second of the unit."""
-        raise NotImplementedError
+    # methods of a family's kernel
+    launch: Any  # (o, capacity, max_ctas, stream): launch it unless there are no tokens
+    sync_sums: Any  # (): wait for all threads that hold sums
+    stage_sums: Any  # (s, acc, staged, chunks, thread): store those of up to 128 neurons, the first or second
+    # of a form, (o, at, value, entry, factor, tile, position): store what becomes of an entry by its product `value`;
+    # returns what `store_totals` adds up
+    apply_entry: Any
 
     @cute.jit
     def load_ahead(self, o: Operands, unit, chunks: cutlass.Constexpr, thread: Int32):
@@ -155,10 +150,6 @@ class Sampler:
     def load_factor(self, o, at):
         """Load what `apply_entry` needs of entry `at`."""
         return Float32(1.0)
-
-    def apply_entry(self, o, at, value, entry, factor, tile, position):
-        """Store what becomes of one entry by its product `value`; returns what `store_totals` adds up."""
-        raise NotImplementedError
 
     def store_totals(self, o, s, totals, unit, thread):
         """Store the sums of what `apply_entry` returned, by staged parts."""
@@ -256,11 +247,11 @@ def up_arguments(spec: Any) -> tuple[Any, ...]:
         *operands.scaled_rows(spec.dtype, m, k),
         *operands.scaled_rows(spec.dtype, n, k),
         operands.bias(dtype),
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32()),
         *operands.lists(b),
-        operands.vector(dtype, p) if spec.training else None,
-        operands.vector(dtype, p) if spec.training else None,
-        operands.matrix(Float32, b, cute.sym_int32()),
+        operands.dense(dtype, p) if spec.training else None,
+        operands.dense(dtype, p) if spec.training else None,
+        operands.dense(Float32, b, cute.sym_int32(), align=4),
         Int32(1),
         Int32(1),
         Int32(1),
@@ -274,12 +265,12 @@ def grad_arguments(spec: Any) -> tuple[Any, ...]:
     return (
         operands.rows(dtype, cute.sym_int32(), k),
         operands.rows(dtype, n, k),
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32()),
         *operands.lists(cute.sym_int32()),
-        operands.vector(dtype, p) if spec.gated else None,
-        operands.vector(Float32, 1, align=4),
-        operands.vector(Int32, p),
-        operands.vector(Int32, p) if spec.gated else None,
+        operands.dense(dtype, p) if spec.gated else None,
+        operands.dense(Float32, 1, align=4),
+        operands.dense(Int32, p),
+        operands.dense(Int32, p) if spec.gated else None,
         Int32(1),
         Int32(1),
     )

@@ -66,6 +66,9 @@ class WeightGradForm:
     """For one dtype, gated or not; sizes stay symbolic. Empty gradients of biases stand for none."""
 
     products = 1
+    # methods of a family's kernel
+    launch: Any  # (data, capacity, max_ctas, stream)
+    has_all_sums: Any  # (data, part): whether a thread has all of its sums in a unit of this part, else the first half
 
     def __init__(self, spec: Any):
         self.dtype = operands.DTYPES[spec.dtype]
@@ -82,10 +85,6 @@ class WeightGradForm:
         units = cute.ceil_div(data.order.shape[0], TILE_M) * self.parts(data)
         self.launch(data._replace(units=units), capacity, max_ctas, stream)
 
-    def launch(self, data, capacity, max_ctas, stream):
-        """Launch the kernel."""
-        raise NotImplementedError
-
     def parts(self, data):
         """Units of a neuron tile."""
         return data.slabs + data.first_dy
@@ -96,10 +95,6 @@ class WeightGradForm:
         parts = self.parts(data)
         tile = unit // parts
         return tile, unit - tile * parts
-
-    def has_all_sums(self, data, part):
-        """Whether a thread has all of its sums in a unit of this part, else only the first half of them."""
-        raise NotImplementedError
 
     @cute.jit
     def list_extent(self, data: Operands, rank: Int32):
@@ -259,12 +254,12 @@ def arguments(spec: Any) -> tuple[Any, ...]:
     return (
         operands.rows(dtype, m, k),
         operands.rows(dtype, m, k),
-        operands.vector(Int32, n),
-        operands.vector(Int32, cute.sym_int32(), align=4),
-        operands.matrix(Int32, r, 5),
-        operands.matrix(Int32, r, cute.sym_int32()),
-        operands.vector(Int64, p),
-        operands.vector(Int32, p),
+        operands.dense(Int32, n),
+        operands.dense(Int32, cute.sym_int32(), align=4),
+        operands.dense(Int32, r, 5, align=4),
+        operands.dense(Int32, r, cute.sym_int32(), align=4),
+        operands.dense(Int64, p),
+        operands.dense(Int32, p),
         operands.rows(dtype, stored, k),
         operands.rows(dtype, stored, k) if spec.gated else None,
         operands.rows(dtype, stored, k),
@@ -273,9 +268,9 @@ def arguments(spec: Any) -> tuple[Any, ...]:
         operands.rows(Float32, added, k),
         operands.rows(Float32, added, k) if spec.gated else None,
         operands.rows(Float32, added, k),
-        operands.vector(Float32, cute.sym_int32()),
-        operands.vector(Float32, cute.sym_int32()),
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Float32, cute.sym_int32()),
+        operands.dense(Float32, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32()),
         Int32(1),
         Int32(1),
     )

@@ -73,10 +73,13 @@ def lines_at_a_time(width: int) -> int:
 
 
 class Product:
-    """The main loop, for a kernel that defines `load_piece` and sets `dtype` and, by `set_rows`, the tile."""
+    """The main loop, for a kernel that sets `dtype` and, by `set_rows`, the tile."""
 
     dtype: Any
     rows: int
+    # of a kernel, (o, ring, place, step, stage, index, thread): start copy `index` of a thread's copies for a step, by
+    # `copy_piece`; zeros outside the matrix
+    load_piece: Any
     a_k_major = b_k_major = True
 
     def set_rows(self, rows: int) -> None:
@@ -87,10 +90,6 @@ class Product:
         self.stage_values = (rows + TILE_N) * TILE_K
         # 16-byte copies of a thread per step, those of A first
         self.copies = self.stage_values // PIECE // THREADS
-
-    def load_piece(self, o, ring, place, step, stage, index, thread):
-        """Start copy `index` of a thread's copies for a step, by `copy_piece`; zeros outside the matrix."""
-        raise NotImplementedError
 
     @cute.jit
     def copy_piece(self, ring, source, stage: Int32, index: cutlass.Constexpr, exists: Boolean, thread: Int32):

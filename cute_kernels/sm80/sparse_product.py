@@ -91,17 +91,10 @@ class SparseProduct(Lists):
     positions the sums of a unit are flushed.
     """
 
-    def source(self, data, part, product):
-        """The dense matrix, and the first of a unit's columns in it."""
-        raise NotImplementedError
-
-    def scatter_coefficient(self, data, tile, part, low, high, valid):
-        """Store what `load_coefficient` returned into a tile, by `store_coefficient`, if `valid`."""
-        raise NotImplementedError
-
-    def store_unit(self, data, acc, unit, at):
-        """Store the sums of a unit."""
-        raise NotImplementedError
+    source: Any  # (data, part, product): the dense matrix, and the first of a unit's columns in it
+    # (data, tile, part, low, high, valid): store what `load_coefficient` returned by `store_coefficient`, if `valid`
+    scatter_coefficient: Any
+    store_unit: Any  # (data, acc, unit, at)
 
     @cute.jit
     def multiply_part(self, data, f, part, buffer: cutlass.Constexpr, i: cutlass.Constexpr):

@@ -492,5 +492,5 @@ def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
     weights = [operands.rows(dtype, n, k) for _ in range(3)]
     biases = [operands.bias(dtype) for _ in range(3)]
     x, y = (operands.rows(dtype, m, k) for m in [cute.sym_int32()] * 2)
-    last = *[Int32(1)] * 2, biases[2], operands.vector(Float32, cute.sym_int32()), Int32(1), y, Int32(1)
+    last = *[Int32(1)] * 2, biases[2], operands.dense(Float32, cute.sym_int32()), Int32(1), y, Int32(1)
     return Decode(spec), (x, *weights, *biases[:2], *last)

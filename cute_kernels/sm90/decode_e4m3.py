@@ -92,7 +92,7 @@ def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
     """The kernel object of a spec and the fake arguments that stand for its operands."""
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16)
     matrices = [part for rows in (m, n, n) for part in operands.e4m3_rows(rows, k)]
-    matrices += [operands.bytes_by_rows(cutlass.Uint8, n, k), operands.vector(Float32, k)]
+    matrices += [operands.byte_rows(cutlass.Uint8, n, k), operands.dense(Float32, k)]
     biases = [operands.bias(cutlass.BFloat16) for _ in range(3)]
-    last = *biases[:2], *[Int32(1)] * 2, biases[2], operands.vector(Float32, cute.sym_int32())
+    last = *biases[:2], *[Int32(1)] * 2, biases[2], operands.dense(Float32, cute.sym_int32())
     return DecodeE4m3(spec), (*matrices, *last, Int32(1), operands.rows(cutlass.BFloat16, m, k), Int32(1))

@@ -168,7 +168,7 @@ def signature(spec: DecodeSpec) -> tuple[Any, tuple[Any, ...]]:
     dtype, k, m = operands.DTYPES[spec.dtype], cute.sym_int32(divisibility=8), cute.sym_int32()
     first, shared, down, shared_down = (operands.rows(dtype, cute.sym_int32(), k) for _ in range(4))
     x, y = (operands.rows(dtype, m, k) for _ in range(2))
-    routes = operands.strided(Int32, number := cute.sym_int32()), operands.vector(Float32, number)
+    routes = operands.strided(Int32, number := cute.sym_int32()), operands.dense(Float32, number)
     none = [operands.bias(dtype) for _ in range(3)]
-    last = *none[:2], *[Int32(1)] * 2, none[2], operands.vector(Float32, cute.sym_int32()), Int32(1), y, Int32(1)
+    last = *none[:2], *[Int32(1)] * 2, none[2], operands.dense(Float32, cute.sym_int32()), Int32(1), y, Int32(1)
     return DecodeExperts(spec), (x, first, shared, down, shared_down, *[Int32(1)] * 4, *routes, *last)

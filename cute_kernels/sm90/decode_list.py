@@ -75,18 +75,12 @@ class Lists:
     groups: int
     stages: int
     sum_stages: int
-
-    def tile(self, o: Any, s: Shared, at: Place, index: Any) -> tuple[Any, Any]:
-        """The first row of a cluster's tile, and the last one that exists."""
-        raise NotImplementedError
+    tile: Any  # (o, s, at, index): the first row of a cluster's tile, and the last one that exists
+    weighted_pair: Any  # (o, pair, held, token): h of two tokens by their gates, times their weights
 
     def weigh(self, o: Any, s: Shared, row: Any, held: Any, at: Place) -> Any:
         """What h of token `lane` is multiplied by in a tile, and a bit for each that is; `held`: of an earlier tile."""
         return held
-
-    def weighted_pair(self, o: Any, pair: Uint32, held: Any, token: Int32) -> Any:
-        """h of two tokens by their gates, times their weights."""
-        raise NotImplementedError
 
     def scale(self, o: Any, s: Shared, sums: Any, neuron: Any, group: Any, first: Any, lane: Any) -> None:
         """Multiply the sums of e4m3 values by the scales of their tokens and rows, of a tile or of a group."""

@@ -222,13 +222,13 @@ def arguments(spec: ExpertGatheredSpec) -> tuple[Any, ...]:
     """The fake arguments that stand for the operands; scales of columns follow e4m3 rows."""
     dtype, fp8, pairs, units = operands.DTYPES[spec.dtype], spec.dtype == E4M3, cute.sym_int32(), cute.sym_int32()
     n, k = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=16 if fp8 else 8)
-    of_bytes = operands.bytes_by_rows(Uint8, n, k), operands.rows(Float32, cute.sym_int32(), k)
+    of_bytes = operands.byte_rows(Uint8, n, k), operands.rows(Float32, cute.sym_int32(), k)
     return (
         operands.rows(dtype, pairs, cute.sym_int32(divisibility=TILE_K)),
         *(of_bytes if fp8 else (operands.rows(dtype, n, k),)),
         operands.rows(Int32, units, cute.sym_int32(divisibility=8)),
-        operands.quads(units),
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Int32, units, 4),
+        operands.dense(Int32, cute.sym_int32()),
         operands.rows(Float32, pairs, k),
         *(Int32(1),) * 2,
     )

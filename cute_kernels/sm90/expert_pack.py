@@ -286,14 +286,14 @@ def signature(spec: ExpertPackSpec) -> tuple[Any, tuple[Any, ...]]:
     )
     k, count = cute.sym_int32(divisibility=16 if fp8 else 8), cute.sym_int32()
     scaled = (
-        *(operands.bytes_by_rows(Uint8, rows, k), operands.strided(Float32, rows)),
-        *(operands.byte_slabs(count, n, k), operands.matrix(Float32, count, n)),
+        *(operands.byte_rows(Uint8, rows, k), operands.strided(Float32, rows)),
+        *(operands.byte_rows(Uint8, count, n, k), operands.dense(Float32, count, n, align=4)),
     )
     return ExpertPack(spec), (
-        *(scaled if fp8 else (operands.rows(dtype, rows, k), operands.slabs(dtype, count, n, k))),
+        *(scaled if fp8 else (operands.rows(dtype, rows, k), operands.rows(dtype, count, n, k))),
         *operands.packed(dtype, cute.sym_int32()),
-        operands.quads(cute.sym_int32()),
-        operands.vector(Int32, cute.sym_int32()),
+        operands.dense(Int32, cute.sym_int32(), 4),
+        operands.dense(Int32, cute.sym_int32()),
         operands.rows(dtype, cute.sym_int32(), n),
         Int32(geometry.words_per_tile(8)),
         *(Int32(0),) * 2,

@@ -8,8 +8,12 @@ takes the number whose tiles fill the last wave best. All give the same bits. Th
     pack      warps 0 to 2. Pack the gate tile while the mma groups work on the next one: eight tokens per warp at a
               time, eight neurons per lane. An overflowing row goes to the spill.
     load      warp 3. TMA loads of w [256, 64] and x [tokens, 64] into a ring of stages; half of w comes from the peer.
-    mma       groups 1 and 2, 128 neurons each: WGMMA 64 x tokens x 16 over the ring, then ReLU, rounding and a
-              transposing stmatrix into the gate tile.
+    mma       groups 1 and 2: WGMMA 64 x tokens x 16 over the ring, then ReLU, rounding and a transposing stmatrix into
+              the gate tile. The tile's 256 neurons are two parts of 128; of each, group 1 has the first 64, group 2
+              the others.
+
+The grid: clusters lie along x, two CTAs each, and persistent clusters along z. A cluster takes every gridDim.z-th of
+the cluster tiles, in the order of `tile_of`.
 
 So the tensor cores wait only for the epilogue's register-to-shared copy. All warps pack the CTA's last tile: with few
 tiles per CTA nothing else would hide its packing. Hand-over:
@@ -18,6 +22,8 @@ tiles per CTA nothing else would hide its packing. Hand-over:
     GATE_FULL    256 mma threads arrive, 96 pack threads wait: the gate is written.
     GATE_EMPTY   96 pack threads arrive, 256 mma threads wait: the gate may be overwritten.
     GATE_LAST    all threads: the gate of the last tile is written.
+    cluster      all threads of both CTAs, once, before they end: no CTA ends while its peer may still load into its
+                 stages or arrive at its barriers. It replaces the tail of the ring's producer.
 """
 
 from collections.abc import Collection, Mapping
@@ -76,7 +82,7 @@ class Operands(NamedTuple):
     stats: Any  # int32 [ceil(M / 8), tiles, 2]: non-zeros, overflowing rows
     arrivals: Any  # int32 [any]: counters of the next kernel, which this one zeroes
     width: Any  # words per tile
-    threshold: Any  # of fatrelu, see common/activation.py
+    threshold: Any  # of fatrelu: the bits of a 16-bit value, twice, see common/activation.py
     scales: Any = None  # of x and w, see gate_pack_e4m3.py
 
 
@@ -106,7 +112,7 @@ class GatePack:
     """
 
     accumulator = Float32
-    # the warp that loads packs the last tile alone
+    # of all tiles the warp that loads packs only the last one, whose barrier is GATE_LAST
     absent: ClassVar[Mapping[int, Collection[int]]] = {
         Barrier.GATE_FULL: [PACK_WARPS],
         Barrier.GATE_EMPTY: [PACK_WARPS],
@@ -136,7 +142,7 @@ class GatePack:
 
     @cute.jit
     def __call__(self, *arguments: Any):
-        """x, w, the `Operands`, the number of clusters and the stream."""
+        """x, w, the `Operands` up to the threshold, the most clusters that run at a time, and the CUDA stream."""
         x, w, others, scales = operands.factors(arguments)
         *given, max_clusters, stream = others
         self.launch(x, w, Operands(*[*given, scales]), max_clusters, stream)
@@ -449,7 +455,7 @@ class GatePack:
                 for i in range_constexpr(4):
                     quad[i] = quad[i] if neuron < extent.neurons else Uint32(0)
                 store_values(address(o.spill, first + r, neuron), quad)
-        # zeros before words
+        # the zeros are stored: a word of another lane must not be overwritten by them
         cute.arch.sync_warp()
         self.store_words(o, source, left, before, first, column, neuron, piece)
         if lane < 2 and group < o.stats.shape[0] and column < o.stats.shape[1]:
@@ -485,4 +491,5 @@ class GatePack:
 
 
 def signature(spec: GatePackSpec) -> tuple[Any, tuple[Any, ...]]:
+    """The kernel object of a spec and the fake arguments of `__call__`; compile.py adds the stream."""
     return GatePack(spec), (*operands.gate_pack(spec.dtype), Int32(1))

@@ -288,12 +288,12 @@ class GateScreen(GatePack):
 def signature(spec: GateScreenSpec) -> tuple[Any, tuple[Any, ...]]:
     m, n, k = cute.sym_int32(), cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
     arguments = (
-        operands.bytes_by_rows(Int8, m, k),
-        *(operands.vector(Float32, m) for _ in range(3)),
-        operands.bytes_by_rows(Int8, n, k),
-        *(operands.vector(Float32, n) for _ in range(3)),
+        operands.byte_rows(Int8, m, k),
+        *(operands.dense(Float32, m) for _ in range(3)),
+        operands.byte_rows(Int8, n, k),
+        *(operands.dense(Float32, n) for _ in range(3)),
         operands.bias(operands.DTYPES[spec.dtype]),
-        operands.matrix(Int16, cute.sym_int32(), cute.sym_int32(divisibility=2 * SIXTEENS)),
+        operands.dense(Int16, cute.sym_int32(), cute.sym_int32(divisibility=2 * SIXTEENS), align=4),
         *(Float32(1.0) for _ in Constants._fields),
         Int32(1),
     )

@@ -74,7 +74,7 @@ class Views(NamedTuple):
 class SampledGate(GatePack):
     """For one dtype; sizes, strides and width stay symbolic. An empty bias is none."""
 
-    # the warps that load pack the last unit alone
+    # of all units the warps that load pack only the last one
     absent: ClassVar = {
         barrier: range(PACK_WARPS, PACK_WARPS + LOAD_WARPS) for barrier in (Barrier.GATE_FULL, Barrier.GATE_EMPTY)
     }

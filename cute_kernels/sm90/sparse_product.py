@@ -123,17 +123,10 @@ class SparseProduct(Lists):
     # of the ring, and 16-bit values of each
     stages, stage_values = STAGES, 256 * 64
 
-    def gather(self, data, stage, part, rows, product, thread):
-        """Copy a part of the columns of 64 rows into a stage."""
-        raise NotImplementedError
-
-    def scatter_coefficient(self, data, tile, part, half, low, high, valid):
-        """Store what `load_coefficient` returned into group `half`'s tile if `valid`."""
-        raise NotImplementedError
-
-    def multiply_unit(self, g, fragments, walk, tile, part, length, long):
-        """Main loop and epilogue of a unit; returns the walk."""
-        raise NotImplementedError
+    gather: Any  # (data, stage, part, rows, product, thread): copy a part of the columns of 64 rows into a stage
+    # (data, tile, part, half, low, high, valid): store what `load_coefficient` returned into group `half`'s tile
+    scatter_coefficient: Any
+    multiply_unit: Any  # (g, fragments, walk, tile, part, length, long): main loop and epilogue; returns the walk
 
     def make_ahead(self) -> Any:
         """Registers of the group that gathers for `load_ahead`."""
