@@ -28,13 +28,13 @@ from cutlass.memory import SmemAllocator
 from .. import feasible, geometry
 from ..common import launch, operands
 from ..common.activation import power
-from ..common.byte_counters import PITCH, count_token
+from ..common.byte_counters import PITCH, Thread, count_token, thread_index
 from ..common.copies import address, load_values
 from ..common.rows import count_of
 from ..common.values import byte_sum, high_to_float, prefix_sum, warp_sum, widen
 from ..specs import PORTABLE, SM90, CompactSpec
 from .compact_ranges import THREADS, TOKENS, WARPS, Ranges
-from .compact_scan import CHUNK, COUNT, MARK, WRITE, Operands, Scan, Thread, Views
+from .compact_scan import CHUNK, COUNT, MARK, WRITE, Operands, Scan, Views
 
 # tokens of a warp; their byte counters share a word
 OWN = TOKENS // WARPS
@@ -83,9 +83,7 @@ class Compact(Ranges, Scan):
 
     @cute.kernel
     def compact(self, o: Operands):
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        at = Thread(cute.arch.block_idx()[0], thread, warp, lane)
+        at = thread_index()
         shared = SmemAllocator().allocate(self.shared)
         s = self.views(shared, o.chunks.shape[1] - 1, Int32(1))
         quads = cute.make_rmem_tensor((4, OWN), Uint32)
@@ -98,13 +96,13 @@ class Compact(Ranges, Scan):
         words = cute.make_tensor(o.words.iterator, cute.make_layout((o.words.shape[0], columns), stride=o.words.stride))
         o = o._replace(words=words, size=count)
         own, most = self.count_tokens(s, o, quads, at)
-        for i in cutlass.range(thread, o.l1.shape[1], THREADS, unroll=1):
+        for i in cutlass.range(at.thread, o.l1.shape[1], THREADS, unroll=1):
             o.l1[at.tile, i] = Float32(0.0)
         if const_expr(self.training):
             start, end = o.chunks[at.tile, 0], o.chunks[at.tile, o.chunks.shape[1] - 1]
             self.build(shared, o, quads, own, most, start, end - start, at)
         else:
-            if at.tile == 0 and thread == 0:
+            if at.tile == 0 and at.thread == 0:
                 # readers of the pattern compare this with a capacity
                 o.sizes[o.chunks.shape[0]] = Int32(0)
             total = self.total_nonzeros(s, own, at)
@@ -466,10 +464,7 @@ def signature(spec: CompactSpec) -> tuple[Any, tuple[Any, ...]]:
         *operands.lists(b),
         operands.dense(Int32, cute.sym_int32(divisibility=8)) if spec.training else None,
         operands.dense(Float32, b, cute.sym_int32(), align=4),
-        Int32(1),
-        Int32(1),
-        Int32(1),
-        Int32(1),
+        *(Int32(1),) * 4,
         operands.dense(Int16, b, cute.sym_int32(divisibility=64), align=4),
         operands.dense(Int32, cute.sym_int32(), align=4),
         Int32(1),

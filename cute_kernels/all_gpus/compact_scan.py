@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint8, Uint16, Uint32, const_expr, range_constexpr
 
 from .. import geometry
-from ..common.byte_counters import PITCH, count_token
+from ..common.byte_counters import PITCH, Thread, count_token
 from ..common.copies import address, load_values
 from ..common.rows import count_of, nth_word, spilled_word
 from ..common.values import MAGNITUDE, byte_sum, count_flags, lowest_bit, nonzero_flags, prefix_sum, widen
@@ -41,15 +41,6 @@ class Operands(NamedTuple):
     listed: Any  # neurons of each token tile, in whose places the gate is if `by_place`
     listed_sizes: Any
     by_place: Any
-
-
-class Thread(NamedTuple):
-    """Indices of a thread, and the token tile of its CTA."""
-
-    tile: Any
-    thread: Any
-    warp: Any
-    lane: Any
 
 
 class Views(NamedTuple):

@@ -389,7 +389,7 @@ class Overflow:
             clear(acc)
             for index in cutlass.range(factors * pieces, unroll=1):
                 if (index > 0) & (factors * steps > self.longest):
-                    flush_sums(acc, o.flushed, 0, index == 1)
+                    flush_sums(acc, o.flushed, index == 1)
                 own, start = part + index // pieces, index % pieces * self.longest
                 a, now = part_of(o, given + own, here.count), cutlass.min(steps - start, self.longest)
                 if const_expr(by_token):
@@ -399,7 +399,7 @@ class Overflow:
                     b = rows_of(either(own == parts - 1, o.dy, o.x), here.first, here.count)
                     self.by_neuron.add(s.ring, acc, a, b, row, column, start * TILE_K, now)
             if factors * steps > self.longest:
-                add_flushed(acc, o.flushed, 0)
+                add_flushed(acc, o.flushed)
             if const_expr(by_token):
                 self.store_rounded(o, here, acc, row, column)
             else:
@@ -491,6 +491,10 @@ def signature(spec: OverflowSpec) -> tuple[Any, tuple[Any, ...]]:
     return Overflow(spec), (
         *(*matrices(2), *weights, *biases[:3], *vectors(Float32), *vectors(Int32), *[Int32(1)] * 4),
         *(operands.rows(dtype, cute.sym_int32(), cute.sym_int32(), n), *matrices(4), *matrices(3, dtype=Float32)),
-        *(Int32(1), *(operands.dense(Float32, cute.sym_int32(), cute.sym_int32(), align=4) for _ in range(2)), *biases[3:]),
+        *(
+            Int32(1),
+            *(operands.dense(Float32, cute.sym_int32(), cute.sym_int32(), align=4) for _ in range(2)),
+            *biases[3:],
+        ),
         *(operands.dense(Float32, cute.sym_int32()), *vectors(Int32), *matrices(2, n), Int32(1)),
     )

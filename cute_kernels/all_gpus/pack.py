@@ -103,6 +103,5 @@ def signature(spec: PackSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.dense(cutlass.Int32, cute.sym_int32(), align=4),
         operands.bias(dtype),
         operands.dense(Int32, cute.sym_int32(), 2, align=4),
-        Int32(1),
-        Int32(1),
+        *(Int32(1),) * 2,
     )

@@ -452,8 +452,7 @@ def signature(spec: QuantizeGateSpec) -> tuple[Any, tuple[Any, ...]]:
         operands.dense(Float32, m),
         operands.dense(Float32, m),
         operands.dense(Float32, m),
-        Int32(1),
-        Int32(1),
+        *(Int32(1),) * 2,
         Float32(1.0),
         Int32(1),
     )

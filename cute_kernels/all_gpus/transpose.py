@@ -25,7 +25,7 @@ from cutlass.memory import SmemAllocator
 from .. import feasible, geometry
 from ..common import launch, operands
 from ..common.activation import hidden, power
-from ..common.byte_counters import PITCH, count_token
+from ..common.byte_counters import PITCH, count_token, thread_index
 from ..common.values import byte_sum, high_to_float, low_to_float, prefix_sum, split_value, widen
 from ..specs import PORTABLE, SM90, TransposeSpec
 
@@ -70,15 +70,6 @@ class ByNeuron(NamedTuple):
     starts: Any
     packed: Any
     tokens: Any
-
-
-class Thread(NamedTuple):
-    """Indices of a thread, and the token tile of its CTA."""
-
-    tile: Any
-    thread: Any
-    warp: Any
-    lane: Any
 
 
 class Views(NamedTuple):
@@ -141,7 +132,7 @@ class Transpose:
 
     @cute.kernel
     def count(self, hybrid: Hybrid, groups: cute.Tensor, capacity: Int32):
-        at = self.thread_index()
+        at = thread_index()
         s, _ = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
         launch.wait()
         if hybrid.sizes[hybrid.chunks.shape[0]] <= capacity:
@@ -193,7 +184,7 @@ class Transpose:
 
     @cute.kernel
     def place(self, hybrid: Hybrid, given: Coefficients, results: ByNeuron, activation: Int32):
-        at = self.thread_index()
+        at = thread_index()
         s, room = self.views(SmemAllocator().allocate(self.shared), hybrid.slot.shape[0])
         launch.griddepcontrol_wait()
         if hybrid.sizes[hybrid.chunks.shape[0]] <= given.d_gate.shape[0]:
@@ -442,11 +433,6 @@ class Transpose:
         if const_expr(self.gated):
             return split_value(hidden(gate, low_to_float(up, self.dtype), activation), self.dtype)
         return split_value(power(gate, activation), self.dtype)
-
-    def thread_index(self):
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        return Thread(cute.arch.block_idx()[0], thread, warp, lane)
 
     # ---- shared memory ----
 

@@ -51,7 +51,7 @@ from ..common.token_list import TokenList
 from ..common.token_pieces import HEAVY, Pieces, TokenPieces
 from ..common.token_sums import THREADS, WARPS
 from ..common.values import high_to_float, low_to_float, warp_sum
-from ..sm90.copies import send_float
+from ..sm90.copies import send
 from ..specs import E4M3, UpDownTokenSpec
 
 
@@ -320,7 +320,7 @@ class TokenCluster(TokenList, TokenPieces):
                 target = s.partial.iterator + (nonzero * self.parts + at.rank * self.span + at.place)
                 # a cluster has no more CTAs than lanes that share a row
                 if copy < self.cluster:
-                    send_float(target, s.complete, copy, value)
+                    send(target, s.complete, copy, value)
 
     @cute.jit
     def sum_rows(self, sums, lane):

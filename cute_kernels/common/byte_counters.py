@@ -1,6 +1,8 @@
-"""Counters of one byte per row and token of a token tile; the counters of four tokens share a word."""
+"""What compact.py and transpose.py share: counters of one byte per row and token of a token tile, of which those of
+four tokens share a word, and a thread of a CTA that has a token tile.
+"""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
@@ -9,6 +11,21 @@ from .. import geometry
 
 # words of a row, and one more: the counters of one token are in different banks
 PITCH = geometry.TOKEN_TILE // 4 + 1
+
+
+class Thread(NamedTuple):
+    """Indices of a thread, and the token tile of its CTA."""
+
+    tile: Any
+    thread: Any
+    warp: Any
+    lane: Any
+
+
+def thread_index() -> Thread:
+    thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    return Thread(cute.arch.block_idx()[0], thread, warp, lane)
 
 
 @cute.jit

@@ -135,7 +135,5 @@ def arguments(spec: Any) -> tuple[Any, ...]:
         *operands.lists(b),
         operands.rows(dtype, cute.sym_int32(), k),
         operands.dense(Float32, cute.sym_int32()),
-        Int32(1),
-        Int32(1),
-        Int32(1),
+        *(Int32(1),) * 3,
     )

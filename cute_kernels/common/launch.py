@@ -19,11 +19,6 @@ from cutlass import const_expr
 from .architecture import at_least
 
 
-def overlaps() -> bool:
-    """Whether a kernel may start while the one before it runs."""
-    return at_least(90)
-
-
 def start(
     kernel: Any,
     grid: Any,
@@ -41,21 +36,21 @@ def start(
         min_blocks_per_mp=ctas_per_sm,
         preferred_smem_carveout=carveout,
         stream=stream,
-        use_pdl=overlaps(),
+        use_pdl=at_least(90),
     )
 
 
 @cute.jit
 def griddepcontrol_wait() -> None:
     """Wait until the kernel before this one has ended and its writes are visible."""
-    if const_expr(overlaps()):
+    if const_expr(at_least(90)):
         cute.arch.griddepcontrol_wait()
 
 
 @cute.jit
-def griddepcontrol_launch_dependents() -> None:
-    """Let the next kernel start."""
-    if const_expr(overlaps()):
+def start_next_early() -> None:
+    """Let the next kernel start; before this one waits only if every thread of it will."""
+    if const_expr(at_least(90)):
         cute.arch.griddepcontrol_launch_dependents()
 
 
@@ -63,10 +58,4 @@ def griddepcontrol_launch_dependents() -> None:
 def wait() -> None:
     """Wait for the kernel before this one, then let the next one start."""
     griddepcontrol_wait()
-    griddepcontrol_launch_dependents()
-
-
-@cute.jit
-def start_next_early() -> None:
-    """Let the next kernel start before this one waits, which every thread of it must do."""
-    griddepcontrol_launch_dependents()
+    start_next_early()

@@ -252,9 +252,7 @@ def up_arguments(spec: Any) -> tuple[Any, ...]:
         operands.dense(dtype, p) if spec.training else None,
         operands.dense(dtype, p) if spec.training else None,
         operands.dense(Float32, b, cute.sym_int32(), align=4),
-        Int32(1),
-        Int32(1),
-        Int32(1),
+        *(Int32(1),) * 3,
     )
 
 
@@ -271,6 +269,5 @@ def grad_arguments(spec: Any) -> tuple[Any, ...]:
         operands.dense(Float32, 1, align=4),
         operands.dense(Int32, p),
         operands.dense(Int32, p) if spec.gated else None,
-        Int32(1),
-        Int32(1),
+        *(Int32(1),) * 2,
     )

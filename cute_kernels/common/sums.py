@@ -8,7 +8,6 @@ thread has its own memory and flushes at fixed points, so results are bitwise re
 
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, range_constexpr
 
@@ -21,12 +20,12 @@ THREADS = 256
 
 
 @cute.jit
-def flush_sums(sums: Any, memory: Any, before: cutlass.Constexpr, first: Boolean) -> None:
+def flush_sums(sums: Any, memory: Any, first: Boolean) -> None:
     """Add `sums`, a multiple of four, to those flushed before, unless this is the `first` flush, and clear them.
 
-    `memory` has `geometry.CTA_SUMS` values per CTA; this thread flushes `before` others that come first.
+    `memory` has `geometry.CTA_SUMS` values per CTA.
     """
-    base = thread_memory(memory, before)
+    base = thread_memory(memory)
     flat = cute.make_tensor(sums.iterator, cute.make_layout(cute.size(sums)))
     four = cute.make_rmem_tensor((4,), Float32)
     for i in range_constexpr(cute.size(sums) // 4):
@@ -41,9 +40,9 @@ def flush_sums(sums: Any, memory: Any, before: cutlass.Constexpr, first: Boolean
 
 
 @cute.jit
-def add_flushed(sums: Any, memory: Any, before: cutlass.Constexpr) -> None:
+def add_flushed(sums: Any, memory: Any) -> None:
     """Add the flushed sums to `sums`."""
-    base = thread_memory(memory, before)
+    base = thread_memory(memory)
     flat = cute.make_tensor(sums.iterator, cute.make_layout(cute.size(sums)))
     four = cute.make_rmem_tensor((4,), Float32)
     for i in range_constexpr(cute.size(sums) // 4):
@@ -53,11 +52,11 @@ def add_flushed(sums: Any, memory: Any, before: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def thread_memory(memory: Any, before: cutlass.Constexpr) -> Any:
+def thread_memory(memory: Any) -> Any:
     """Address of a thread's first four sums; its next four come after the first four of all threads."""
     # read again here, so that they take no registers in the main loop
     block, thread = (
         cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[index])
         for index in (cute.arch.block_idx()[0], cute.arch.thread_idx()[0])
     )
-    return memory.iterator + (block * geometry.CTA_SUMS + THREADS * before + thread % THREADS * 4)
+    return memory.iterator + (block * geometry.CTA_SUMS + thread % THREADS * 4)

@@ -271,6 +271,5 @@ def arguments(spec: Any) -> tuple[Any, ...]:
         operands.dense(Float32, cute.sym_int32()),
         operands.dense(Float32, cute.sym_int32()),
         operands.dense(Int32, cute.sym_int32()),
-        Int32(1),
-        Int32(1),
+        *(Int32(1),) * 2,
     )

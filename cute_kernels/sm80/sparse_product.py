@@ -120,12 +120,12 @@ class SparseProduct(Lists):
             for k in cutlass.range(current.turns, unroll=1):
                 if const_expr(long):
                     if k > 0 and k % (self.longest // TURN) == 0:
-                        flush_sums(f.acc, data.flushed, 0, k == self.longest // TURN)
+                        flush_sums(f.acc, data.flushed, k == self.longest // TURN)
                 ahead = self.take_turn(data, tiles, ring, f, k, slot, current, following, ahead, at)
                 slot = slot ^ 1
             if const_expr(long):
                 if current.turns > self.longest // TURN:
-                    add_flushed(f.acc, data.flushed, 0)
+                    add_flushed(f.acc, data.flushed)
             self.store_unit(data, f.acc, current, at)
             number = self.unit_after(number)
             current, following = following, self.unit_of(data, self.unit_after(number))

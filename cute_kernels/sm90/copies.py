@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 
 # A cache policy of bulk copies, as a value: evict_first for all lines.
@@ -51,8 +51,13 @@ def load_peer(source: Any, rank: Int32) -> Any:
     )
 
 
-def send(target: Any, barrier: Any, rank: Int32, kind: str, values: list[Any]) -> None:
-    """Store values to CTA `rank` of the cluster, asynchronously; completes their bytes on its mbarrier."""
+@cute.jit
+def send(target: Any, barrier: Any, rank: Int32, *values: Any) -> None:
+    """Store one fp32 value, or two or four words, to CTA `rank`, asynchronously; completes their bytes on its mbarrier.
+
+    The address is aligned to all of them.
+    """
+    kind = {1: "f32", 2: "v2.b32", 4: "v4.b32"}[len(values)]
     numbers = ", ".join(f"{{$r{i + 1}}}" for i in range(len(values)))
     cute.arch.inline_ptx(
         f"st.async.shared::cluster.mbarrier::complete_tx::bytes.{kind}"
@@ -63,24 +68,6 @@ def send(target: Any, barrier: Any, rank: Int32, kind: str, values: list[Any]) -
             cute.arch.map_dsmem_ptr(barrier, rank).toint(),
         ],
     )
-
-
-@cute.jit
-def send_float(target: Any, barrier: Any, rank: Int32, value: Float32) -> None:
-    """Send one fp32 value."""
-    send(target, barrier, rank, "f32", [value])
-
-
-@cute.jit
-def send_words(target: Any, barrier: Any, rank: Int32, first: Uint32, second: Uint32) -> None:
-    """Send two words, 8-byte aligned."""
-    send(target, barrier, rank, "v2.b32", [first, second])
-
-
-@cute.jit
-def send_quad(target: Any, barrier: Any, rank: Int32, four: Any) -> None:
-    """Send four fp32 values, 16-byte aligned."""
-    send(target, barrier, rank, "v4.b32", [value.bitcast(Uint32) for value in four])
 
 
 @cute.jit

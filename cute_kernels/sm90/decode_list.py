@@ -8,7 +8,7 @@ from cutlass import Boolean, Float32, Int32, Uint16, Uint32, const_expr, range_c
 
 from ..common.activation import above, hidden, level_of, power_pair
 from ..common.values import MAGNITUDE, high_to_float, low_to_float, pack, relu_pack
-from .copies import send_quad, send_words
+from .copies import send
 
 # product warps; rows of a slot; words of a ring of counts, more than there are items between a producer and a lister
 WARPS, ROWS, RING = 8, 16, 64
@@ -120,13 +120,15 @@ class Lists:
                 if const_expr(self.shares):
                     for t in range_constexpr(self.n_frags):
                         where = target + 128 * (t % self.share)
-                        send_quad(where, s.arrived + stage, Int32(t // self.share), [sums[j, t] for j in range(4)])
+                        four = [sums[j, t].bitcast(Uint32) for j in range(4)]
+                        send(where, s.arrived + stage, Int32(t // self.share), *four)
                 else:
                     for c in cutlass.range(self.cluster, unroll=1):
                         # each begins with itself
                         peer = (at.rank + c) % self.cluster
                         for t in range_constexpr(self.n_frags):
-                            send_quad(target + 128 * t, s.arrived + stage, peer, [sums[j, t] for j in range(4)])
+                            four = [sums[j, t].bitcast(Uint32) for j in range(4)]
+                            send(target + 128 * t, s.arrived + stage, peer, *four)
                 item += 1
 
     @cute.jit
@@ -163,7 +165,7 @@ class Lists:
                 peer = (at.rank + c) % self.cluster
                 for t in range_constexpr(self.share):
                     target = s.exchanged + (((stage * self.n_frags + first + t) * 32 + at.lane) * 2)
-                    send_words(target, s.passed + stage, peer, pairs[t, 0], pairs[t, 1])
+                    send(target, s.passed + stage, peer, pairs[t, 0], pairs[t, 1])
             item += 1
             running = tiles < at.tiles
             if const_expr(self.gated):

@@ -7,11 +7,7 @@ neurons, 128 per turn. Two kinds of warp groups, which share sm90/sparse_product
     fill    group 0. cp.async of rows of w, 256 columns each, into MN-major swizzled stages of 64 rows.
     mma     groups 1 and 2, 64 tokens each: WGMMA 64x256x16 of the stages and the group's own tile of coefficients;
             meanwhile the group fills the next turn's tile. Then rounding and 16-byte stores. Sums are flushed after
-            `longest` list positions.
-
-    FULL[s]    128 fill threads arrive when their copies of the stage are complete and fenced.
-    EMPTY[s]   8 mma warps arrive.
-    TILE + g   128 threads of group g, once per turn: its tile of coefficients is filled, the next tile is clear.
+            `longest` list positions. The barriers are those of sm90/sparse_product.py.
 """
 
 from typing import Any, NamedTuple

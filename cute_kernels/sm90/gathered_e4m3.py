@@ -123,7 +123,7 @@ class GatheredE4m3(E4m3Columns, Gathered):
                 if const_expr(long):
                     if k > 0 and k % longest == 0:
                         warpgroup.wait_group(0)
-                        flush_sums(f.acc, data.flushed, 0, k == longest)
+                        flush_sums(f.acc, data.flushed, k == longest)
                 cute.arch.mbarrier_wait(ring.full + full.index, full.phase)
                 self.multiply_stage(f, full.index)
                 # the stage before has been multiplied
@@ -135,7 +135,7 @@ class GatheredE4m3(E4m3Columns, Gathered):
                 read = release(ring, read, lane)
             if const_expr(long):
                 if steps > longest:
-                    add_flushed(f.acc, data.flushed, 0)
+                    add_flushed(f.acc, data.flushed)
             self.store_unit(data, f, tile, part, lane)
             tile, part, length = next_tile, next_part, next_length
 

@@ -38,7 +38,18 @@ from ..common.units import LONG, begin, deal_units, find_unit, unit_after
 from ..common.values import widen
 from ..specs import SampledGateSpec
 from .copies import Transfer, staged, tma_load
-from .gate_pack import MMA_WARPS, REGISTERS_LOAD_PACK, REGISTERS_MMA, ROWS, THREADS, TILE_N, Barrier, Extent, GatePack
+from .gate_pack import (
+    MMA_WARPS,
+    REGISTERS_LOAD_PACK,
+    REGISTERS_MMA,
+    ROWS,
+    THREADS,
+    TILE_N,
+    Barrier,
+    Extent,
+    GatePack,
+    Views,
+)
 from .listed_rows import load_units, multiply_stages
 from .ring import open_ring
 
@@ -61,14 +72,6 @@ class Operands(NamedTuple):
     stats: Any  # int32 [ceil(M / 8), tiles, 2]
     width: Any  # words per tile
     threshold: Any  # of fatrelu, see common/activation.py
-
-
-class Views(NamedTuple):
-    """Views of a CTA's shared memory."""
-
-    sW: Any  # weights
-    sX: Any
-    gate: Any  # [4 panels, tokens, 64 places], swizzled
 
 
 class SampledGate(GatePack):

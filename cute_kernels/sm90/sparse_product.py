@@ -2,6 +2,10 @@
 
 Rows are copied by cp.async, 16 bytes per thread: listed rows are anywhere in memory, so no tensor copy covers two of
 them, and a bulk copy of a row cannot apply the swizzle.
+
+    FULL[s]    128 fill threads arrive when their copies of the stage are complete and fenced.
+    EMPTY[s]   8 mma warps arrive.
+    TILE + g   128 threads of group g, once per turn: its tile of coefficients is filled, the next tile is clear.
 """
 
 from typing import Any, NamedTuple
@@ -222,7 +226,7 @@ class SparseProduct(Lists):
             if const_expr(long):
                 if k > 0 and k % longest == 0:
                     warpgroup.wait_group(0)
-                    flush_sums(factors[2], g.data.flushed, 0, k == longest)
+                    flush_sums(factors[2], g.data.flushed, k == longest)
             cute.arch.barrier(barrier_id=TILE_BARRIER + g.half, number_of_threads=GROUP_THREADS)
             cute.arch.mbarrier_wait(g.ring.full + state.index, state.phase)
             self.multiply(mma, factors, 2 * slot + g.half, state.index, 0)
@@ -246,7 +250,7 @@ class SparseProduct(Lists):
             read = release(g.ring, read, g.lane)
         if const_expr(long):
             if turns > longest:
-                add_flushed(factors[2], g.data.flushed, 0)
+                add_flushed(factors[2], g.data.flushed)
         return Walk(state, slot, ahead)
 
     @cute.jit

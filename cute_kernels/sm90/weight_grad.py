@@ -9,11 +9,7 @@ with gathered.py:
     mma     groups 1 and 2. x: one takes d_gate, one d_up, WGMMA 64x256x16. dy (and x, if not gated): each takes half of
             the columns, WGMMA 64x128x16. Ones: the same with d_gate and d_up. Meanwhile the group fills the next turn's
             tile of coefficients. Then each row of sums is stored as the row of its neuron. Sums are flushed after
-            `longest` list positions.
-
-    FULL[s]    128 fill threads arrive when their copies of the stage are complete and fenced.
-    EMPTY[s]   8 mma warps arrive.
-    TILE + g   128 threads of group g, once per turn: its tile of coefficients is filled, the next tile is clear.
+            `longest` list positions. The barriers are those of sm90/sparse_product.py.
 """
 
 from typing import Any, NamedTuple

@@ -82,7 +82,7 @@ FAULTS = (
     Fault(
         "kernels: next launch starts before the wait",
         "cute_kernels/sm90/sampled_gate.py",
-        "        launch.[-wait-]{+griddepcontrol_launch_dependents()\n        launch.griddepcontrol_wait+}()\n",
+        "        launch.[-wait-]{+start_next_early()\n        launch.griddepcontrol_wait+}()\n",
         "tests/cpu/test_launches.py",
     ),
     Fault(
