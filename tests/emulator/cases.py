@@ -1,7 +1,9 @@
 """A case of ``twell.testing`` on the emulator: public functions launch compiled kernels with CPU tensors."""
 
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,19 @@ from twell.testing.case import Case
 from twell.testing.operands import build, laid_out
 
 CPU = torch.device("cpu")
+
+
+def read(section: str) -> list[str]:
+    """The lines of a section of ``cases.txt``."""
+    text = Path(__file__).with_suffix(".txt").read_text()
+    (found,) = re.findall(rf"(?m)^\[{section}\].*\n((?:[^\[].*\n)+)", text)
+    return [line for line in found.splitlines() if line[0] != "#"]
+
+
+def numbered(line: str) -> tuple[int, str]:
+    """The number in front of a case, and the case."""
+    number, _, case = line.partition(" ")
+    return int(number), case
 
 
 def draw(seed: int, number: int) -> Case:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests import programs
 from tests.quantized import assert_right, hostile
 from twell import ops, testing
-from twell.base.activation import RELU, activation_of, threshold_pair
+from twell.base.activation import RELU
 from twell.choose import tuning
 from twell.ops import hybrid, reference
 from twell.ops.library import launch
@@ -140,28 +140,6 @@ def sampled_up(sizes: Sequence[int], k: int, training: bool, biased: bool, ctas:
     testing.assert_same(sums.sum(1), by_tile, "sums of |hidden|")
 
 
-def sampled_grad(sizes: Sequence[int], k: int, gated: bool, ctas: int, seed: int = 0) -> None:
-    given = pattern(sizes, k, seed)
-    gate, up = given.gate.float(), integers(-9, 9, *given.gate.shape).float() if gated else torch.ones(1)
-    format_, up_at, total = kept(given, up.expand_as(gate))
-    dh = hybrid.project(given.x, given.weight, None) + 3 * (gate * up).sign()
-    # eight places behind the last non-zero
-    up_given = torch.cat((up_at, torch.full((8,), torch.nan, dtype=BF16))) if gated else None
-    d_gate, d_up = (torch.full((total + 8,), POISON, dtype=torch.int32) for _ in range(2))
-    entries = format_.entries[: max(total, 1)]
-    launch(
-        tuning.sampled_grad(BF16, gated),
-        *(strided(given.x), strided(given.weight), entries, format_.neurons, format_.chunks, format_.sizes),
-        *(up_given, torch.tensor([3.0]), d_gate, d_up if gated else None, RELU.code(), ctas),
-    )
-    for found, right, what in ((d_gate, dh * up, "d_gate"), (d_up, dh * gate, "d_up"))[: 1 + gated]:
-        # the value in 16 bits, and what this rounding leaves
-        leading = right.to(BF16)
-        for half, part in zip(found[:total].view(BF16).view(-1, 2).unbind(1), (leading, right - leading.float())):
-            testing.assert_same(half, kept(given, part)[1], what)
-        assert (found[total:] == POISON).all(), f"{what} is written behind the last non-zero"
-
-
 def sampled_gate(
     sizes: Sequence[int], k: int, biased: bool, compression: int, ctas: int, seed: int = 0, levels: bool = False
 ) -> None:
@@ -197,27 +175,6 @@ def sampled_gate(
             testing.assert_packed_same(tuple(t.contiguous() for t in found), right, len(weight), compression)
 
 
-def top_k(m: int, n: int, k: int, most: int, seed: int = 0) -> None:
-    """The k largest gates of integers up to ``most``, so with many ties, and what `pack` keeps of them."""
-    torch.manual_seed(seed)
-    gate = integers(-most, most + 1, m, n)
-    gate[0, :3], gate[-1, 3] = torch.nan, -torch.inf
-    # with a sign
-    gate.view(torch.int16)[0, 0] |= -0x8000
-    levels = torch.full((m, 2), POISON, dtype=torch.int32)
-    launch(tuning.top_k(n), strided(gate).view(torch.int16), levels, k, 0x7F80)
-    testing.assert_same(levels, reference.top_k(gate, k), "levels")
-    words = torch.full((m, geometry.tiles(n) * geometry.words_per_tile(8)), POISON, dtype=torch.int32)
-    spill = torch.full((m, geometry.tiles(n) * geometry.TILE), torch.nan, dtype=BF16)
-    stats = torch.full((-(-m // geometry.STATS_ROWS), geometry.tiles(n), 2), POISON, dtype=torch.int32)
-    form = geometry.words_per_tile(8), 0
-    launch(tuning.pack(BF16), strided(gate), words, spill, stats, NO_COUNTERS, NONE, levels, *form)
-    right = programs.packed_on_cpu(reference.largest(gate.relu(), k))
-    testing.assert_packed_same((words, spill, stats), right, n, 8)
-    found = ops.unpack(words, spill, n, 8)
-    assert ((found != 0).sum(1) <= k).all(), "more than k are kept"
-
-
 def window(m: int, n: int, dtype: torch.dtype, seed: int = 0) -> None:
     """Gates on bounds and on levels, and beside them; infinities, NaN, zeros and denormals of either sign."""
     torch.manual_seed(seed)
@@ -239,23 +196,6 @@ def window(m: int, n: int, dtype: torch.dtype, seed: int = 0) -> None:
     # NaN and zeros by their bits, too
     testing.assert_same(ours.contiguous().view(torch.int16), right.view(torch.int16), "gate")
     assert ours.as_strided((m - 1, more), ours.stride(), n).isnan().all(), "values between rows are written"
-
-
-def pack(m: int, n: int, levels: bool, compression: int, seed: int = 0) -> None:
-    """A gate that lies in the spill, with a threshold for each neuron or one for all."""
-    torch.manual_seed(seed)
-    gate, width = integers(-6, 9, m, n), geometry.words_per_tile(compression)
-    words = torch.full((m, geometry.tiles(n) * width), POISON, dtype=torch.int32)
-    spill = torch.full((m, geometry.tiles(n) * geometry.TILE), torch.nan, dtype=BF16)
-    spill[:, :n] = gate
-    stats = torch.full((-(-m // geometry.STATS_ROWS), geometry.tiles(n), 2), POISON, dtype=torch.int32)
-    arrivals = torch.full((5,), POISON, dtype=torch.int32)
-    bias = torch.cat([torch.full((n,), torch.nan), (torch.arange(n) % 4).float()]).to(BF16) if levels else None
-    given = spill[:, :n], words, spill, stats, arrivals, NONE if bias is None else bias, NONE_LEVELS
-    launch(tuning.pack(BF16), *given, width, threshold_pair(activation_of("fatrelu", 2.0), BF16))
-    right = gate.where(gate > (2.0 if bias is None else bias[n:]), 0)
-    testing.assert_packed_same((words, spill, stats), programs.packed_on_cpu(right, compression), n, compression)
-    assert not arrivals.any(), "counters are not cleared"
 
 
 # ---- the hybrid format ----

@@ -53,26 +53,10 @@ def test_the_up_projection_at_non_zeros(emulator: Emulator, sizes: list[int], se
 
 @SEEDS
 @LISTS
-def test_gradients_at_non_zeros(emulator: Emulator, sizes: list[int], seed: int) -> None:
-    with emulator.stands_in(2, Schedule.of(seed)):
-        checks.sampled_grad(sizes, 72, gated=seed > 0, ctas=2 + seed)
-
-
-@SEEDS
-@LISTS
 def test_the_gate_at_candidates(emulator: Emulator, sizes: list[int], seed: int) -> None:
     with emulator.stands_in(2, Schedule.of(seed)):
         checks.sampled_gate(sizes, 72, biased=seed > 0, compression=2 if seed == 1 else 8, ctas=2 + seed)
         checks.sampled_gate(sizes, 72, biased=True, compression=8, ctas=2 + seed, levels=True)
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "most"),
-    [(3, 264, 5, 4), (2, 4104, 64, 3), (2, 8, 1, 2), (2, 520, 600, 9), (3, 8200, 40, 100), (1, 40000, 300, 5)],
-)
-def test_the_largest_gates(emulator: Emulator, m: int, n: int, k: int, most: int) -> None:
-    with emulator.stands_in(2, Schedule.of(1)):
-        checks.top_k(m, n, k, most)
 
 
 @SEEDS
@@ -81,13 +65,6 @@ def test_the_largest_gates(emulator: Emulator, m: int, n: int, k: int, most: int
 def test_gates_near_thresholds(emulator: Emulator, m: int, n: int, dtype: torch.dtype, seed: int) -> None:
     with emulator.stands_in(2, Schedule.of(seed)):
         checks.window(m, n, dtype, seed)
-
-
-@pytest.mark.parametrize(("m", "n"), [(1, 8), (9, 264), (20, 1288)])
-def test_a_dense_gate_packed(emulator: Emulator, m: int, n: int) -> None:
-    for seed in (0, 1):
-        with emulator.stands_in(2, Schedule.of(seed)):
-            checks.pack(m, n, levels=bool(seed), compression=2 if seed == 0 else 8, seed=seed)
 
 
 @SEEDS
@@ -136,26 +113,9 @@ def test_neurons_that_are_staged_in_two_parts(emulator: Emulator) -> None:
 
 
 @SCHEDULED
-@pytest.mark.parametrize(
-    ("line", "clusters"),
-    [
-        ("layer m=1 n=520 k=2048 gated=False density=0.3 aux=True", 2),
-        # columns that the last CTAs do not have, and neurons that the last tile does not
-        ("layer m=8 n=136 k=1016 gated=False density=0.5 activation=relu2 biases=up+down dtype=fp16 aux=True", 3),
-        ("layer m=3 n=40 k=72 density=1.0 biases=gate+up+down x_layout=padded weight_layout=padded", 3),
-        ("layer m=16 n=264 k=2048 density=0.2 activation=drelu aux=True", 2),
-        ("layer m=7 n=136 k=2056 density=0.1 activation=fatrelu threshold=1.0 by_neuron=True", 2),
-        # tokens that CTAs share
-        ("layer m=31 n=520 k=1024 density=0.5 biases=up aux=True", 2),
-        ("layer m=17 n=136 k=2528 density=0.3 aux=True down_layout=padded", 2),
-        ("layer m=5 n=136 k=1008 gated=False density=0.3 scales=row tokens=e4m3 activation=relu2", 3),
-        ("layer m=9 n=264 k=1024 density=0.3 scales=row tokens=e4m3 biases=gate+up+down", 2),
-        ("experts m=8 n=72 k=1016 gated=False density=0.3 experts=9 slots=4 absent=0.2 activation=relu2", 9),
-        ("experts m=1 n=40 k=1096 gated=False density=0.5 experts=40 slots=6 shared=True", 3),
-        ("experts m=20 n=40 k=72 gated=False density=0.5 experts=7 slots=3 wide=False shared=True", 7),
-    ],
-)
-def test_whole_layers_of_few_tokens(emulator: Emulator, line: str, clusters: int, seed: int) -> None:
+@pytest.mark.parametrize("numbered", cases.read("few tokens"))
+def test_whole_layers_of_few_tokens(emulator: Emulator, numbered: str, seed: int) -> None:
+    clusters, line = cases.numbered(numbered)
     case = Case.of(line)
     spec = tuning.decode(case.torch_dtype, case.m, case.k, "experts" if case.kind == "experts" else "plain")
     assert spec
