@@ -2,24 +2,21 @@
 
     python tests/sanitize.py --op row --case light "heavy rows"
     python tests/sanitize.py --tool memcheck --portable
-    python tests/sanitize.py --tool racecheck --op training mains --limit-s 120
+    python tests/sanitize.py --tool racecheck --op training mains
 
-With ``--tool`` this program runs itself under compute-sanitizer: the reports before a line are of it. An operator that
-has used up ``--limit-s`` seconds leaves its other cases out, and says so.
+With ``--tool`` this program runs itself under compute-sanitizer: the reports before a line are of it.
 
 Problems are made and results judged on the CPU: the GPU runs only copies, the kernels themselves and, in training, the
 sums and fills of torch between them. Layers run gated and not. Up to 256 tokens have kernels of their own. Exit status
-1 if a result is wrong or the sanitizer reports something, else 3 if cases were left out for time.
+1 if a result is wrong or the sanitizer reports something.
 """
 
 import argparse
+import itertools
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,58 +36,15 @@ from twell.testing.calls import Outputs, caller
 from twell.testing.case import KINDS, Case
 from twell.testing.operands import build, laid_out
 
-# What is run: fields of its cases. Three are operators alone.
-OPS: dict[str, str] = {
-    "pack": "pack",
-    "row": "layer aux=True",
-    "union": "layer strategy=union aux=True",
-    "screen": "layer strategy=union+screen aux=True",
-    "levels": "layer activation=fatrelu threshold=1.0 by_neuron=True strategy=union",
-    "top_k": "layer gated=False activation=topk top=9",
-    "training": "layer strategy=union wants=all aux=True l1=True",
-    "mains": "layer strategy=union wants=all aux=True mains=True",
-    "given": "given",
-    "given_training": "given strategy=union wants=all aux=True l1=True",
-    "kept": "kept",
-    "experts": "experts experts=3 slots=3 absent=0.1",
-    "experts_alone": "experts experts=3 slots=3 strategy=row+invariant",
-    "float8_row": "layer scales=row tokens=e4m3",
-    "float8_union": "layer scales=row tokens=static strategy=union",
-    "float8_experts": "experts experts=3 slots=3 absent=0.1 scales=row tokens=e4m3 gated=False",
-    "window": "",
-    "reglu": "",
-    "matrix_transpose": "",
-}
 
-# What a case has besides, as far as its kind has it.
-SIZES = {
-    "light": "m=64 k=64 n=256 density=0.03",
-    "empty": "m=64 k=64 n=256 pattern=none compression=4",
-    # every row-tile spills, and the non-zeros do not fit into the hybrid format
-    "overflow": "m=65 k=72 n=264 pattern=all biases=gate+up+down",
-    "overflow plain": "m=130 k=136 n=136 density=0.8 compression=4 dtype=fp16",
-    "partial tiles": "m=130 k=264 n=520 compression=2 biases=gate+up+down dtype=fp16",
-    "one token": "m=1 k=136 n=264 density=0.3 compression=4",
-    "heavy rows": "m=9 k=520 n=2056 density=0.6",
-    "long rows": "m=17 k=2056 n=520 biases=down",
-    "token tiles": "m=390 k=72 n=776 density=0.05 biases=gate+up+down",
-    # the last group has three tokens, all heavy
-    "many, heavy": "m=259 k=136 n=1032 density=0.7 compression=4",
-    "many, overflow": "m=257 k=72 n=264 pattern=all biases=gate+up+down dtype=fp16",
-    "many, long": "m=257 k=1032 n=264 compression=2 biases=up",
-    # one CTA for each token, and clusters for heavy ones
-    "most, heavy": "m=2051 k=72 n=1032 density=0.7 compression=4",
-    "most, long": "m=2049 k=520 n=264 compression=2 biases=up",
-    "few, long": "m=3 k=2056 n=520 density=0.2 biases=gate+up+down",
-    "few, overflow": "m=7 k=264 n=776 pattern=all compression=4",
-    "few, empty": "m=8 k=72 n=264 pattern=none biases=gate+down dtype=fp16",
-    "few, partial": "m=33 k=264 n=776 compression=2 biases=gate+up+down dtype=fp16",
-    "most of few": "m=256 k=136 n=264 compression=4 biases=down",
-    "few squares": "m=5 k=136 n=264 biases=gate+up+down activation=relu2",
-    "many squares": "m=259 k=72 n=264 biases=gate+up+down activation=relu2",
-    "most squares": "m=2050 k=72 n=264 biases=up activation=relu2",
-    "squares, overflow": "m=66 k=72 n=264 density=0.5 activation=relu2",
-}
+def _table(text: str) -> dict[str, str]:
+    """The rows of a table by their names."""
+    rows = (line.partition(":") for line in text.splitlines() if line[:1] not in ("", "#"))
+    return {name: fields.strip() for name, _, fields in rows}
+
+
+# what is run, and its cases
+OPS, SIZES = map(_table, Path(__file__).with_suffix(".txt").read_text().split("\n\n"))
 
 # No limit on reports, as they are counted. No backtraces of the host, which say nothing.
 _COMMON = ("--report-api-errors", "no", "--error-exitcode", "99", "--print-limit", "0", "--show-backtrace", "no")
@@ -104,12 +58,6 @@ TOOLS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "initcheck": ((*_COMMON, "--check-api-memory-access", "no"), _OWN),
     "synccheck": (_COMMON, {}),
 }
-
-# Exit status where cases were left out for time.
-LEFT = 3
-
-# Importing torch and loading the library under the sanitizer.
-_START_S = 120
 
 
 def fields(size: str) -> dict[str, str]:
@@ -190,72 +138,44 @@ def check(op: str, size: str) -> None:
             right({name: t.cpu() for name, t in call().items()})
 
 
-def run_here(names: list[str], sizes: list[str], limit_s: float) -> int:
+def run_here(names: list[str], sizes: list[str]) -> int:
     """Run the checks in this process; return the exit status. None runs after a fault that ends the GPU's."""
-    wrong, late = 0, 0
-    for op in names:
-        start = time.monotonic()
-        for size in sizes:
-            said = "left out"
-            if time.monotonic() - start > limit_s:
-                late += 1
-            else:
-                try:
-                    check(op, size)
-                    said = "ok"
-                except Exception as error:
-                    absent = any(each in str(error) for each in ("needs compute capability 9.0", "for sm_90a alone"))
-                    # the portable family has none
-                    if not (isinstance(error, NotImplementedError) and absent):
-                        wrong += 1
-                        kind = "" if isinstance(error, Mismatch) else f"{type(error).__name__}: "
-                        said = f"WRONG {kind}{' '.join(str(error).split())}"
-            print(f"{op:26} {size:15} {said}", flush=True)
-            if said.startswith("WRONG") and not usable(torch.device("cuda")):
-                print("Error: the GPU no longer answers; the other checks did not run", flush=True)
-                return 1
-    return 1 if wrong else LEFT if late else 0
+    wrong = 0
+    for op, size in itertools.product(names, sizes):
+        said = "ok"
+        try:
+            check(op, size)
+        except Exception as error:
+            absent = any(each in str(error) for each in ("needs compute capability 9.0", "for sm_90a alone"))
+            said = "the portable family has none"
+            if not (isinstance(error, NotImplementedError) and absent):
+                wrong += 1
+                kind = "" if isinstance(error, Mismatch) else f"{type(error).__name__}: "
+                said = f"WRONG {kind}{' '.join(str(error).split())}"
+        print(f"{op:26} {size:15} {said}", flush=True)
+        if said.startswith("WRONG") and not usable(torch.device("cuda")):
+            print("Error: the GPU no longer answers; the other checks did not run", flush=True)
+            return 1
+    return min(wrong, 1)
 
 
 # Under the sanitizer
 
 
-def sanitizer() -> str | None:
-    """Return the path of compute-sanitizer: on PATH or in the toolkit's usual place."""
-    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-
-
-def command_line(tool: str, program: str, arguments: argparse.Namespace) -> list[str]:
-    """Return the sanitizer's command for this file, with the options of ``tool`` that it knows."""
-    known = subprocess.run([program, "--help"], capture_output=True, text=True, check=False).stdout
-    options = list(TOOLS[tool][0])
-    pairs = [pair for pair in zip(options[::2], options[1::2]) if pair[0] in known]
-    chosen = [option for pair in pairs for option in pair]
-    child = [sys.executable, str(Path(__file__).resolve()), "--limit-s", str(arguments.limit_s), "--op", *arguments.op]
-    child += ["--case", *arguments.case, *(["--portable"] if arguments.portable else [])]
-    return [program, "--tool", tool, *chosen, *child]
-
-
 def run_under(tool: str, arguments: argparse.Namespace) -> int:
-    program = sanitizer()
+    # on PATH or in the toolkit's usual place
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
         print("compute-sanitizer is not on the path; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    command = command_line(tool, program, arguments)
+    options, variables = TOOLS[tool]
+    child = [sys.executable, str(Path(__file__).resolve()), "--op", *arguments.op, "--case", *arguments.case]
+    command = [program, "--tool", tool, *options, *child, *(["--portable"] if arguments.portable else [])]
     print(" ".join(command), flush=True)
     # the runner in Python gives each scratch memory of its own, at whose end the tool finds what goes beyond
-    environment = os.environ | {"TWELL_DEBUG": "1"} | TOOLS[tool][1]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    # a case may take as long again as its operator's limit before it is noticed
-    limit_s = _START_S + 2 * arguments.limit_s * len(arguments.op)
-    timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
-    timer.start()
-    try:
-        status = process.wait()
-    finally:
-        timer.cancel()
+    status = subprocess.run(command, env=os.environ | {"TWELL_DEBUG": "1"} | variables, check=False).returncode
     print(f"{tool}: exit status {status}")
-    return status if status in (0, LEFT) else 1
+    return min(abs(status), 1)
 
 
 def has_gpu() -> bool:
@@ -268,7 +188,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", nargs="+", choices=SIZES, default=list(SIZES), metavar="NAME", help="default: all")
     parser.add_argument("--tool", choices=TOOLS, help="run under compute-sanitizer")
     parser.add_argument("--portable", action="store_true", help="run the kernels of the portable family on this GPU")
-    parser.add_argument("--limit-s", type=float, default=60, help="seconds for each operator (default: %(default)s)")
     arguments = parser.parse_args(argv)
     if not has_gpu():
         print("sanitize: error: needs a CUDA device", file=sys.stderr)
@@ -277,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         return run_under(arguments.tool, arguments)
     if arguments.portable:
         tuning.family = lambda index: specs.PORTABLE
-    return run_here(arguments.op, arguments.case, arguments.limit_s)
+    return run_here(arguments.op, arguments.case)
 
 
 if __name__ == "__main__":
