@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 
@@ -33,11 +32,6 @@ def main(argv: list[str] | None = None) -> int:
     target = compiling.add_mutually_exclusive_group(required=True)
     target.add_argument("-o", "--out", type=Path, help="the object file, for one symbol")
     target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o of each")
-    # the compiler makes code for no other processor
-    hosts = sorted({platform.machine(), "aarch64"})
-    compiling.add_argument(
-        "--host", choices=hosts, default=platform.machine(), help="the processor that launches them (%(default)s)"
-    )
     compiling.add_argument("--depfile", type=Path, help="write a make rule that names the sources")
     kept = "write SYMBOL.ptx beside each object; a copy with another name is left in CUTE_DSL_DUMP_DIR"
     compiling.add_argument("--keep-ptx", action="store_true", help=kept)
@@ -79,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
         outputs = [arguments.out or arguments.directory / f"{spec.symbol}.o" for spec in specs]
         for spec, path in zip(specs, outputs):
-            compile_object(spec, path, arguments.arch, arguments.host, arguments.keep_ptx)
+            compile_object(spec, path, arguments.arch, arguments.keep_ptx)
         if arguments.depfile is not None:
             arguments.depfile.write_text(_rule(outputs))
         return 0

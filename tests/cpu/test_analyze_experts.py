@@ -21,6 +21,7 @@ import twell
 from twell.base.activation import Activation
 from twell.choose import cards, rates
 from twell.commands import analyze
+from twell.commands.request import RequestError
 from twell.integrations import experts as stacked
 from twell.integrations.analyze import experts, report
 from twell.integrations.analyze.experts import STEPS, ExpertsSparsity, Step
@@ -118,6 +119,8 @@ def test_figures_are_those_of_plain_loops(
             assert of_step["route"] == chosen
             assert of_step["seconds"] == pytest.approx(seconds, rel=0.02)
     assert "too few sequences for steps of 128 or more" in printed
+    with pytest.raises(RequestError, match="--save: expected as many layers as num_hidden_layers"):
+        run(analyze, folder, "--text", words, "--save")
     *_, before, last = printed.splitlines()
     assert before.startswith("Verdict: ") == nemotron
     assert last.startswith("Verdict: none: experts are too far from all measured")

@@ -35,7 +35,7 @@ HELP = {
     "": "demo info analyze tune --version",
     "demo": "--text --seconds --steps --seed Ctrl-C",
     "info": "--json",
-    "analyze": "MODEL --text --serve --json --activation --nnz --ranks --save",
+    "analyze": "MODEL --text --json --activation --save",
     "tune": "--shape --device --budget-s",
 }
 
