@@ -1,7 +1,6 @@
 """Measure what the choices of "auto" lose to the best route, at points that its rates were not fitted to.
 
     python -m profiling.held_out --out build/held_out.json
-    python -m profiling.held_out --rows build/held_out.json --tuning build/tune.json        # needs no GPU
 
 A point is a layer of other sizes than those of ``twell tune``, with a number of tokens, a pattern and non-zeros of its
 own. The points are those of profiling/results/held_out.json: 100 drawn by one seed ("old"), 20 of them training steps,
@@ -10,7 +9,7 @@ are timed as ``twell tune`` does; "auto" decides by the figures of the layer. Th
 that of the fastest route, minus one. Times and choices are of CUDA graphs; those of ``GRAPHS`` tokens have a line of
 their own, beside the loss of graphs that are captured before any figure. ``profiling.bench host`` times eager calls.
 
-Points go to --out after each one; --budget-s ends a run between points. --rows decides again at measured points.
+Points go to --out after each one; --budget-s ends a run between points.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from profiling.harness import show, write_json
 from profiling.tables import RESULTS
-from profiling.tune import card_of, read
+from profiling.tune import read
 from twell import testing
 from twell.choose import cards, rates
 from twell.choose.cards import Card
@@ -102,17 +101,8 @@ def measure_all(arguments: argparse.Namespace, device: timing.Device, card: Card
 
 
 def run(arguments: argparse.Namespace) -> int:
-    device = None if arguments.rows else tune.gpu(None)
-    card = cards.SHIPPED if device is None else cards.in_use(device.torch_device)
-    if arguments.tuning:
-        card = card_of([read(path) for path in arguments.tuning])
-    if device is None:
-        data = read(arguments.rows)
-        rows = [decided(row, card) for row in data.pop("rows")]
-        if arguments.out is not None:
-            write_json(arguments.out, rows, **data)
-    else:
-        rows = measure_all(arguments, device, card)
+    device = tune.gpu(None)
+    rows = measure_all(arguments, device, cards.in_use(device.torch_device))
     # red ones, then those that lose most
     show(sorted(rows, key=lambda row: (not row["red"], -(row["loss"] or 0)))[:10], SHOWN)
     print(*summary(rows), sep="\n")
@@ -123,8 +113,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, metavar="FILE", help="write the points as JSON")
-    add("--tuning", nargs="+", type=Path, metavar="FILE", help="decide by rates fitted to these files of tune")
-    add("--rows", type=Path, metavar="FILE", help="measure nothing, decide at the points of this file")
     add("--seconds", type=float, default=0.05, help="GPU time for the samples of one point (default: %(default)s)")
     add("--budget-s", type=float, default=240.0, help="start no point after this many seconds (default: %(default)s)")
     arguments = parser.parse_args(argv)

@@ -1,8 +1,7 @@
 """``python -m profiling.bench generate``: ``generate`` of transformers, stock and after README's ``sparsify``."""
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from profiling.engine import models
-from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way
+from profiling.harness import Bench, Case, Row, Variant, Way
 from twell.commands.request import at_least, number_above
 from twell.commands.timing import Call
 from twell.integrations.transformers import sparsify
@@ -21,8 +20,7 @@ DESCRIPTION = """\
 Time a drawn model of transformers with stock layers and with sparse ones, of the same weights, in bfloat16. "prompt" is
 a forward pass on --prompts sequences of --prompt tokens without a cache. "eager" and "static" make --new tokens, the
 likeliest, for each of some sequences, with the default cache, and with one whose steps transformers compiles and
-replays as CUDA graphs. For each sequence in which the tokens of the two differ, the stock model's logits at the first
-difference say how far apart the two tokens are, in roundings of a bfloat16 logit. Up to 4 of them is a tie.
+replays as CUDA graphs.
 """
 CACHES = {"eager": None, "static": "static"}
 OPTIONS = {
@@ -36,8 +34,8 @@ OPTIONS = {
     "--caches": (tuple(CACHES), list(CACHES), "kinds of generation"),
 }
 SECONDS = 1e-3
-SHOWN = ("what", "sequences", "model", "tokens_per_s", "strategies", "differing", "ties", "worst")
-MODELS, TIE = ("stock", "sparse"), 4
+SHOWN = ("what", "sequences", "model", "tokens_per_s", "strategies")
+MODELS = ("stock", "sparse")
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -51,13 +49,8 @@ def cases(bench: Bench) -> Iterator[Case]:
     heads = ids[min(ids)][: max(given.sequences), :64].to(bench.device.torch_device)
     way = Way("waited", "ms", calls=1, least=given.rounds, warm=1)
 
-    def measure(base: Row, tokens: int, call: Callable[[str], Call], given: Tensor | None) -> Iterator[list[Row]]:
-        answers = Answers(stock, given)
-        made = {name: call(name) for name in MODELS}
-        variants = [
-            Variant(name, partial(lambda call, _: call, made[name]), 1, "", answers.check, answers.note)
-            for name in MODELS
-        ]
+    def measure(base: Row, tokens: int, call: Callable[[str], Call]) -> Iterator[list[Row]]:
+        variants = [Variant(name, partial(lambda call, _: call, call(name)), 1) for name in MODELS]
         rows = bench.timed(base, variants, [way])
         for row in rows:
             row["model"] = row.pop("variant")
@@ -74,32 +67,12 @@ def cases(bench: Bench) -> Iterator[Case]:
         return lambda _: (both[name].generate(ids, **more)[:, ids.shape[1] :],)
 
     base: Row = {"what": "prompt", "sequences": given.prompts}
-    yield base, partial(measure, base, prompts.numel(), prompt, None)
+    yield base, partial(measure, base, prompts.numel(), prompt)
     for cache in given.caches:
         for count in given.sequences:
             base = {"what": cache, "sequences": count}
             call = partial(generate, heads[:count], CACHES[cache])
-            yield base, partial(measure, base, count * given.new, call, heads[:count])
-
-
-class Answers:
-    """The tokens that both models make behind some prompts, if these are given: those of stock come first."""
-
-    def __init__(self, stock: Any, prompts: Tensor | None) -> None:
-        self.stock, self.prompts = stock, prompts
-        self.first: Tensor | None = None
-        self.found: list[float] = []
-
-    def check(self, _: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
-        """Other tokens are no fault."""
-        if self.prompts is not None and self.first is not None:
-            self.found = distances(self.stock, self.prompts.tolist(), self.first.tolist(), outputs[0].tolist())
-        self.first = outputs[0]
-        return {}, ""
-
-    def note(self, row: Row, settled: Settled, _: object) -> None:
-        row["differing"], row["worst"] = len(self.found), max(self.found, default=0.0)
-        row["ties"] = sum(distance <= TIE for distance in self.found)
+            yield base, partial(measure, base, count * given.new, call)
 
 
 def ran(model: Any) -> dict[str, int]:
@@ -107,20 +80,3 @@ def ran(model: Any) -> dict[str, int]:
     return dict(
         Counter(f"{choice.tokens} {choice.graph}".strip() + f": {choice.strategy}" for choice in explain(model))
     )
-
-
-@torch.inference_mode()
-def distances(
-    stock: Any, prompts: Sequence[list[int]], first: Sequence[list[int]], second: Sequence[list[int]]
-) -> list[float]:
-    """For each prompt whose answers differ, how many roundings apart the logits at the first difference are."""
-    device, found = next(stock.parameters()).device, []
-    for prompt, ours, theirs in zip(prompts, first, second):
-        at = next((i for i, (x, y) in enumerate(zip(ours, theirs)) if x != y), None)
-        if at is not None:
-            ids = torch.tensor([[*prompt, *ours[:at]]], device=device)
-            logits = stock(ids, use_cache=False).logits[0, -1].float()
-            one, other = float(logits[ours[at]]), float(logits[theirs[at]])
-            # a bfloat16 has 8 bits
-            found.append(abs(one - other) / 2.0 ** (math.frexp(max(abs(one), abs(other)))[1] - 8))
-    return found

@@ -1,7 +1,6 @@
 """``python -m profiling.bench ffn,decode,train``: one layer by strategies beside dense PyTorch, eager and compiled."""
 
 import argparse
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from profiling.bench import others
 from profiling.bench.workloads import EXPLAINED, Source, parse
-from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, agrees, ratio, verdict, whole
+from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, ratio, verdict, whole
 from twell import testing
-from twell.base.activation import NAMES, activation_of
 from twell.choose import plan, rates
 from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
@@ -35,9 +32,6 @@ decode          the same on each number of --m-decode, from the middle of the wo
                 weights in turn, whose gates exceed L2
 train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same
 model, moe, float8, sae, firing, host, adapters, portable, generate, parallel   others, which have a --help of their own
-
-Layers of others are timed beside these if they can be imported: quack's fused ReGLU, and the paper's own code, from a
-checkout of SakanaAI/sparser-faster-llms in PYTHONPATH, which CUDA graphs do not capture.
 
 --workload: {", ".join(WORKLOADS)}, drawn by name; {",".join(f"{key}=" for key in EXPLAINED)}, drawn, of which
 nnz is required; real:FOLDER, real:FOLDER/3, recorded layers (python -m profiling.record), of their own sizes
@@ -74,7 +68,7 @@ SHOWN = (
 )  # fmt: skip
 
 
-def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settings: Any) -> SparseFFN:
+def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True) -> SparseFFN:
     """The layer as a module, which has the memory of the problem's weights, so the down weight by rows.
 
     ``strategy``: also a name that only "auto" chooses.
@@ -82,7 +76,7 @@ def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True, **settin
     of_up = (problem.w_gate, problem.b_gate), (problem.w_up, problem.b_up)
     linears = [linear(*each) for each in (*of_up[: 1 + gated], (problem.w_down.t(), problem.b_down))]
     cls: Any = SparseGatedMLP if gated else SparseMLP
-    layer: SparseFFN = cls.from_linear(*linears, **settings)
+    layer: SparseFFN = cls.from_linear(*linears)
     if isinstance(strategy, str) and "+" in strategy:
         layer._strategy = plan.route_of(strategy)  # type: ignore[assignment]
     else:
@@ -119,26 +113,22 @@ def firing(active: Tensor) -> Firing:
 
 
 class Layer:
-    """A workload: the problem, its activation, and dense functions."""
+    """A workload: the problem, and dense functions."""
 
     def __init__(self, problem: FFN, bench: Bench, dense: Callable[..., Tensor] | None) -> None:
         self.problem, self.bench = problem, bench
         self.m, self.k = problem.x.shape
         self.n = problem.w_gate.shape[0]
-        self.activation = activation_of(bench.given["activation"], bench.given["threshold"], True)
-        self.form = self.activation.options()
-        # others have no biases
-        self.plain = not any(each is not None for each in (problem.b_gate, problem.b_up, problem.b_down))
         parts = [firing(self.fires(x)) for x in problem.x.split(COUNTED)]
         nonzeros, listed, fired = zip(*parts)
         self.firing = Firing(sum(nonzeros), sum(listed), max(fired))
-        self.dense = {"dense eager": functools.partial(testing.dense_output, **self.form)}
+        self.dense: dict[str, Callable[..., Tensor]] = {"dense eager": testing.dense_output}
         if dense is not None:
-            self.dense["dense compiled"] = functools.partial(dense, **self.form)
+            self.dense["dense compiled"] = dense
 
     def fires(self, x: Tensor) -> Tensor:
         """Which neurons these tokens fire."""
-        return self.activation.after(F.linear(x, self.problem.w_gate, self.problem.b_gate)) != 0
+        return F.linear(x, self.problem.w_gate, self.problem.b_gate) > 0
 
     def row(self, source: Source, tokens: int, nonzeros: float) -> Row:
         return {
@@ -169,41 +159,28 @@ class Forward:
         self.m = len(x[0])
 
     def variants(self, name: str, strategies: Sequence[str], suffix: str = "") -> Iterator[Variant]:
-        """Dense PyTorch, what others have, and the strategies."""
-        calls = {f"{dense}{suffix}": (self.of_dense(function), True) for dense, function in self.layer.dense.items()}
-        for other, (make, captured) in others.ALL.items():
-            made = [make(p.w_gate, p.w_up, p.w_down, self.form["activation"], False) for p in self.weights]
-            if None not in made and self.layer.plain:
-                calls[f"{other}{suffix}"] = self.in_turn([each[0] for each in made if each]), captured
-        for said, (call, captured) in calls.items():
-            by = functools.partial(lambda call, _: call, call)
-            yield Variant(said, by, self.calls, "", self.verify, self.note, captured=captured)
+        """Dense PyTorch, and the strategies."""
+        for dense, function in self.layer.dense.items():
+            by = functools.partial(lambda call, _: call, self.of_dense(function))
+            yield Variant(f"{dense}{suffix}", by, self.calls, "", self.verify, self.note)
         for requested in strategies:
             yield Variant(name, self.of_sparse, self.calls, requested, self.verify, self.note)
-
-    def in_turn(self, layers: Sequence[Callable[[Tensor], Tensor]]) -> Call:
-        """The i-th layer on the i-th tokens."""
-        x = self.x
-        return lambda i: (layers[i % len(layers)](x[i % len(x)]),)
 
     def of_dense(self, function: Callable[[FFN], Tensor]) -> Call:
         x, weights = self.x, self.weights
         return lambda i: (function(weights[i % len(weights)]._replace(x=x[i % len(x)])),)
 
     def of_sparse(self, strategy: Any) -> Call:
-        return self.in_turn([module_of(each, strategy, **self.form) for each in self.weights])
-
-    @property
-    def form(self) -> dict[str, Any]:
-        return self.layer.form
+        x, layers = self.x, [module_of(each, strategy) for each in self.weights]
+        return lambda i: (layers[i % len(layers)](x[i % len(x)]),)
 
     @functools.cached_property
     def answer(self) -> tuple[Tensor, testing.Errors, float]:
         """y of all tokens in float64, the errors of dense PyTorch, and the number of roundings behind them."""
-        problem, form = self.weights[0]._replace(x=torch.cat([*self.x[: self.parts]])), self.form
-        right = testing.float64_output(problem, **form)
-        dense = whole(self.of_dense(functools.partial(testing.dense_output, **form)), self.parts)
-        return right, testing.errors(dense, right), testing.count_roundings(problem, **form)
+        problem = self.weights[0]._replace(x=torch.cat([*self.x[: self.parts]]))
+        right = testing.float64_output(problem)
+        dense = whole(self.of_dense(testing.dense_output), self.parts)
+        return right, testing.errors(dense, right), testing.count_roundings(problem)
 
     def verify(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check y of all tokens against float64, and the bits of the last call with its copy of the operands."""
@@ -261,18 +238,9 @@ class Training:
         )
 
     def variants(self, op: str, strategies: Sequence[str]) -> Iterator[Variant]:
-        """Dense steps, those of others, and the sparse ones."""
+        """Dense steps, and the sparse ones."""
         for name, function in self.layer.dense.items():
             yield self.variant(f"{name} {op}", functools.partial(self.of_dense, function))
-        p = self.problem
-        right = self.step(self.of_dense(self.layer.dense["dense eager"], ""))
-        for name, (make, captured) in others.ALL.items():
-            made = make(p.w_gate, p.w_up, p.w_down, self.layer.form["activation"], True) if self.layer.plain else None
-            if made is not None:
-                # of the gradient of x: those of weights may be laid out otherwise
-                check = agrees(lambda i: right(i)[:1], True)
-                variant = self.variant(f"{name} {op}", functools.partial(self.of_other, *made))
-                yield dataclasses.replace(variant, captured=captured, check=check)
         for requested in dict.fromkeys("union" if name == "row" else name for name in strategies):
             yield self.variant(op, self.of_sparse, requested)
 
@@ -284,14 +252,6 @@ class Training:
             return torch.autograd.grad(y, leaves, self.dy[i % self.copies])
 
         return call
-
-    def of_other(self, call: Callable[[Tensor], Tensor], weights: Sequence[Tensor], strategy: object) -> Any:
-        @torch.enable_grad()
-        def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
-            x = self.x[i].detach().requires_grad_()
-            return (x, *weights), call(x)
-
-        return forward
 
     def variant(self, name: str, forward: Callable[[Any], Any], requested: str = "") -> Variant:
         def by(strategy: Any) -> Call:
@@ -319,7 +279,7 @@ class Training:
         return forward
 
     def of_sparse(self, strategy: Any) -> Any:
-        module = module_of(self.problem, strategy, **self.layer.form)
+        module = module_of(self.problem, strategy)
         parameters = tuple(module.parameters())
 
         @torch.enable_grad()
@@ -331,16 +291,16 @@ class Training:
 
     def check(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
-        layer, form, found = self.layer, self.layer.form, dict[str, Comparison]()
-        clean = testing.off_kinks(self.problem, threshold=form["threshold"])
+        layer, found = self.layer, dict[str, Comparison]()
+        clean = testing.off_kinks(self.problem)
         operands = clean._replace(w_down=clean.w_down.t()).present(gated=True) | {"dy": self.dy[0]}
         plain = testing.Case("layer", layer.m, layer.k, layer.n, exact=False, wants="all", strategy=strategy)
         # modules have no names that only "auto" chooses
-        plain = plain.replace(module="+" not in strategy, **form)
+        plain = plain.replace(module="+" not in strategy)
         for case in (plain, plain.replace(aux=True, l1=True)):
             made = caller(case, operands)()
             gradients = {name: made[name] for name in case.wanted} | {"w_down": made["w_down"].t()}
-            each = testing.compare_gradients(clean, self.dy[0], gradients, case.dl1, **form)
+            each = testing.compare_gradients(clean, self.dy[0], gradients, case.dl1)
             found |= {f"{name}{' with l1' * case.l1}": comparison for name, comparison in each.items()}
         return verdict(found)
 
@@ -391,8 +351,6 @@ OPTIONS = {
     "-k --hidden": (size(specs.K_CLASSES[-1]), None, f"hidden size ({SIZES[1]}; {CPU_SIZES[1]})"),
     "-n --neurons": (size(geometry.MAX_NEURONS), None, f"neurons ({SIZES[2]}; {CPU_SIZES[2]})"),
     "--workload": (str, [], "workloads (all by name)"),
-    "--activation": (NAMES, "relu", "of the gate"),
-    "--threshold": (float, 0.0, "of fatrelu: what gates must exceed"),
     "--strategy": (words(STRATEGIES), [["auto"]], f"{', '.join(STRATEGIES)}"),
     "--m-decode": (counts, [], f"tokens of decode, whose -m is the same ({','.join(map(str, FEW))})"),
     "--compile": (COMPILE, None, "torch.compile's mode for the dense layer (default; none on a CPU)"),
@@ -413,10 +371,6 @@ def cases(bench: Bench) -> Iterator[Case]:
     swallowed = [text for text in given.workload if set(text.split(",")) <= set(OPS)]
     if swallowed:
         raise RequestError(f"{swallowed[0]} is an operation: expected it before --workload")
-    try:
-        activation_of(given.activation, given.threshold, True).level(torch.bfloat16)
-    except ValueError as error:
-        raise RequestError(str(error)) from error
     on_cpu, sources = bench.device.torch_device.type == "cpu", parse(given.workload)
     sizes = CPU_SIZES if on_cpu else SIZES
     k, n = given.hidden or sizes[1], given.neurons or sizes[2]

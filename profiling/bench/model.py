@@ -1,4 +1,4 @@
-"""``python -m profiling.bench model``: a trained model on text, or the paper's configurations with random weights.
+"""``python -m profiling.bench model``: models of the paper's configurations, or of other sizes, with random weights.
 
 All variants share one set of weights and compute the same function, with ReLU; "compiled" is torch.compile of each
 decoder layer. Dense is twell's own strategy "dense": cuBLAS products and, in eager mode, one kernel for
@@ -13,8 +13,7 @@ import gc
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +33,7 @@ from profiling.bench.models_random import (
 )
 from profiling.harness import SETTLING, Bench, Case, Row, Settled, Variant, Verdict, Way, ratio
 from twell import recipe, testing
-from twell.commands import saved_model
-from twell.commands.request import RequestError, at_least, number_above, number_from, pick_device
+from twell.commands.request import RequestError, at_least, number_above, number_from
 from twell.commands.timing import Call
 from twell.integrations import sparsify
 from twell.integrations.analyze import report
@@ -51,7 +49,6 @@ torch.compile of each decoder layer, in turn. Only right results have a time: ou
 are compared with those in fp32, and an error of more than 1.1 times that of dense eager is red. With few tokens more is
 allowed: 1.14 times for 8,192 tokens, 1.39 for 128.
 
---model   a folder from save_pretrained with ReLU layers, run on --text, with the model's own sparsity
 --config  0.5B, 1B, 1.5B, 2B: sizes of the paper, with random weights. Thresholds give each layer non-zeros around the
           paper's mean: 39, 34 (interpolated), 29 and 24. LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]] is any other
 forward   the decoder without its LM head on --batch sequences of --sequence tokens, bf16, as in the paper
@@ -77,8 +74,6 @@ SHOWN = (
 
 
 OPTIONS = {
-    "--model": (Path, None, "folder of a saved model with its tokenizer"),
-    "--text": (Path, [], "text files or folders for --model"),
     "--config": (parse_sizes, [], f"{', '.join(PAPER)} or sizes: see above"),
     "--nnz": (number_above(0), None, "mean non-zeros per token of each --config (the paper's)"),
     "--topic": (number_from(0, 1), None, "correlation of a document's tokens; 0 is hardest (0.5)"),
@@ -97,7 +92,7 @@ SECONDS = 1e-3
 class Subject:
     """A model and its tokens [sequences, tokens]. ``pattern``: for which weights were drawn."""
 
-    def __init__(self, name: str, model: Any, ids: Tensor, pattern: str = "") -> None:
+    def __init__(self, name: str, model: Any, ids: Tensor, pattern: str) -> None:
         self.name, self.ids, self.pattern, self._model = name, ids, pattern, model
         self.config: Any = model.config
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -285,28 +280,6 @@ def free(device: torch.device) -> None:
 # The command
 
 
-def subjects(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, Callable[[], Subject]]]:
-    """The name of each model, and what makes it."""
-    step = arguments.micro_batch * arguments.accumulate
-    # two batches of each operation, so that no two successive calls are the same
-    needed = 2 * max(step if op == "train" else arguments.batch for op in arguments.ops)
-    if arguments.model is not None:
-        yield arguments.model.resolve().name, functools.partial(saved, arguments, needed, device)
-    for shape in arguments.config:
-        yield shape.name, functools.partial(drawn, arguments, needed, shape, device)
-
-
-def saved(arguments: argparse.Namespace, needed: int, device: torch.device) -> Subject:
-    """The model of a folder, in float32, and its tokens."""
-    options = argparse.Namespace(
-        **{name: getattr(arguments, name) for name in ("model", "text", "sequence")},
-        tokens=needed * arguments.sequence, device=str(device), dtype="float32", activation=None,
-    )  # fmt: skip
-    loaded = saved_model.load(options)
-    text = saved_model.read(loaded, options, least=options.tokens)
-    return Subject(arguments.model.resolve().name, loaded.model, torch.tensor(text.sequences, device="cpu"))
-
-
 def drawn(arguments: argparse.Namespace, needed: int, shape: LlamaSizes, device: torch.device) -> Subject:
     """A model with random weights, and its tokens."""
     topic = Pattern.topic if arguments.topic is None else arguments.topic
@@ -320,32 +293,19 @@ def drawn(arguments: argparse.Namespace, needed: int, shape: LlamaSizes, device:
     return Subject(shape.name, model, ids, str(pattern))
 
 
-def check(arguments: argparse.Namespace) -> None:
-    """Raise RequestError for arguments that contradict each other."""
-    folder, text, config = arguments.model is not None, bool(arguments.text), bool(arguments.config)
-    own = [name for name in ("nnz", "topic") if getattr(arguments, name) is not None]
-    wrong = {
-        f"expected either --model or --config, got {'both' if folder else 'neither'}": folder == config,
-        "--text: expected text to run the model on, got none": folder and not text,
-        "--text is for --model: --config draws its tokens": config and text,
-        f"--{''.join(own[:1])} is for --config: a trained model has its own sparsity": folder and bool(own),
-    }
-    for said, is_so in wrong.items():
-        if is_so:
-            raise RequestError(said)
-    if arguments.energy and pick_device(arguments.device or "cuda").type == "cpu":
-        raise RequestError("--energy needs a CUDA device, got cpu")
-
-
 def cases(bench: Bench) -> Iterator[Case]:
     arguments, device = bench.arguments, bench.device.torch_device
-    check(arguments)
+    if not arguments.config:
+        raise RequestError("expected --config, got none")
+    if arguments.energy and device.type == "cpu":
+        raise RequestError("--energy needs a CUDA device, got cpu")
+    step = arguments.micro_batch * arguments.accumulate
+    # two batches of each operation, so that no two successive calls are the same
+    needed = 2 * max(step if op == "train" else arguments.batch for op in arguments.ops)
     models: list[dict[str, Any]] = []
     bench.facts["models"] = models
     bench.given |= {"compile": arguments.compile or ("none" if device.type == "cpu" else "inductor")}
     bench.given["config"] = [shape.name for shape in arguments.config]
-    bench.given["model"] = None if arguments.model is None else arguments.model.resolve().name
-    bench.given["text"] = [path.name for path in arguments.text]
     way = Way("queued", "ms", "speedup", calls=2, least=-(-arguments.rounds // 2), warm=1)
 
     def measure(subject: Subject, op: str) -> Iterator[list[Row]]:
@@ -358,9 +318,10 @@ def cases(bench: Bench) -> Iterator[Case]:
         finally:
             free(device)
 
-    for name, make in subjects(arguments, device):
+    for shape in arguments.config:
+        name = shape.name
         bench.step(f"{name}: weights and tokens")
-        subject = make()
+        subject = drawn(arguments, needed, shape, device)
         models.append(subject.facts())
         # train comes last: it casts the weights
         for op in (op for op in OPS if op in arguments.ops):

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from profiling.bench.layers import COMPILE, SCREENED
-from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Answer, Autoencoder, dense, draw, sparse
-from profiling.harness import Bench, Case, Row, Settled, Variant, Way, ratio
+from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Autoencoder, codes, dense, draw, right, sparse
+from profiling.harness import Bench, Case, Row, Settled, Variant, Way, agrees
 from twell.choose.plan import route_of
 from twell.commands.request import at_least, number_above
 from twell.commands.timing import Call
-from twell.testing import Comparison
 
 NAME = "profiling.bench sae"
 DESCRIPTION = """\
@@ -22,11 +21,11 @@ Time a sparse autoencoder, y = a W_dec + b_dec of pre = (x - b_dec) W_enc + b_en
 PyTorch. "even" and "skewed" are JumpReLU: a is pre where it exceeds the threshold of its neuron. Each neuron fires
 alike, or at a log-normal rate: ln(rate) has a standard deviation of 2, and no rate exceeds 0.5. "topk" is ReLU of the
 largest of each token; dense PyTorch scatters torch.topk. A training step has the gradients of weights and biases, that
-of b_dec through y alone, and not of x. A right result is as close to float64 as dense PyTorch is, on drawn tokens and
-neurons whose choices no rounding decides.
+of b_dec through y alone, and not of x. A right result differs from dense PyTorch's, for the first of equal codes, by at
+most 2 % in norm, in training by 5 %.
 
 ms is the median of CUDA graphs, queued_ms of eager calls among many in a row. peak_bytes is of a training step, with
-weights, gradients, x and dy. error is of y or the gradient that is furthest off, over that of dense PyTorch.
+weights, gradients, x and dy.
 """
 OPS = ("forward", "training")
 STRATEGIES = ("row", "union", "auto", SCREENED)
@@ -37,7 +36,7 @@ MOST_TOPK = 65_536
 GRAPH, QUEUED = Way("graph", "ms", "over_dense"), Way("queued", "queued_ms", "queued_over_dense", share=0.5, least=4)
 SHOWN = (
     "pattern", "op", "n", "variant", "strategy", "nonzeros", "ms", "over_dense", "queued_ms", "queued_over_dense",
-    "peak_bytes", "error",
+    "peak_bytes",
 )  # fmt: skip
 
 
@@ -59,8 +58,8 @@ SECONDS = 2.0
 class Measured:
     """The variants of one operation on one autoencoder: checked, then timed in turn."""
 
-    def __init__(self, o: Autoencoder, answer: Answer, op: str, bench: Bench) -> None:
-        self.o, self.answer, self.op, self.device, self.given = o, answer, op, bench.device, bench.given
+    def __init__(self, o: Autoencoder, kept: Tensor, op: str, bench: Bench) -> None:
+        self.o, self.kept, self.op, self.device, self.given = o, kept, op, bench.device, bench.given
         self.copies = self.device.copies_for(o.x.numel() * o.x.element_size())
         self.x, self.dy = ([t, *(t.clone() for _ in range(self.copies - 1))] for t in (o.x, o.dy))
 
@@ -87,7 +86,9 @@ class Measured:
         """Dense PyTorch, then the strategies."""
         plain, mode = self.o.thresholds is not None, self.given["compile"]
         # torch.topk keeps whichever of equal values it likes
-        check = self.answer.check if plain else None
+        answer = self.by(functools.partial(right, kept=self.kept))("")(0)
+        ours = agrees(lambda i: answer, self.op == "training")
+        check = ours if plain else None
         yield Variant("dense eager", self.by(dense), self.copies, "", check, self.note)
         if mode != "none":
             options: Any = {"fullgraph": True, "dynamic": False, "mode": None if mode == "default" else mode}
@@ -95,11 +96,9 @@ class Measured:
         # in training they are the same; TopK chooses among whole gates, without the screen
         asked = ["union" if name == "row" and self.op == "training" else name for name in self.given["strategies"]]
         for name in dict.fromkeys(name for name in asked if name != SCREENED or plain):
-            yield Variant(f'"{name}"', self.by(sparse), self.copies, name, self.answer.check, self.note)
+            yield Variant(f'"{name}"', self.by(sparse), self.copies, name, ours, self.note)
 
-    def note(self, row: Row, settled: Settled, errors: dict[str, Comparison]) -> None:
-        if errors:
-            row["error"] = max(ratio(c.ours.frobenius, c.dense.frobenius) for c in errors.values())
+    def note(self, row: Row, settled: Settled, errors: object) -> None:
         peak = self.device.peak(settled.now) if self.op == "training" and not row["red"] else None
         if peak is not None:
             row["peak_bytes"] = peak + sum(t.numel() * t.element_size() for t in self.o if isinstance(t, Tensor))
@@ -114,10 +113,10 @@ def cases(bench: Bench) -> Iterator[Case]:
 
     def measure(pattern: str, n: int) -> Iterator[list[Row]]:
         o = draw(pattern, n, bench.device.torch_device, **sizes)
-        answer = Answer(o)
+        kept = codes(o)
         for op in given.ops:
-            base = {"pattern": pattern, "op": op, "n": n, "nonzeros": answer.nonzeros}
-            yield bench.timed(base, Measured(o, answer, op, bench).variants(), ways)
+            base = {"pattern": pattern, "op": op, "n": n, "nonzeros": float(kept.sum()) / len(kept)}
+            yield bench.timed(base, Measured(o, kept, op, bench).variants(), ways)
 
     for n, pattern in itertools.product(given.neurons, given.patterns):
         if pattern != "topk" or n <= MOST_TOPK:

@@ -41,7 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 SIZES = (1, 8, 32, 64, 128, 256, 512)
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-SHOWN = ("engine", "prompt", "sequences", "new", "per_s", "step_ms", "differ", "gap")
+SHOWN = ("engine", "prompt", "sequences", "new", "per_s", "step_ms", "differ")
 
 
 class Engine(NamedTuple):
@@ -105,24 +105,17 @@ def measure(engines: Sequence[Engine], workloads: int, runs: int, until: float) 
 def rows_of(found: Mapping[str, Row]) -> list[Row]:
     """A row for each engine and workload, those first that others are compared with.
 
-    differ: sequences with other tokens than stock's, and gap: the most by which stock preferred its token to its next
-    one where such a sequence first differs, in logits, in a run of its own; None where it was not compared.
+    differ: sequences with other tokens than stock's, which roundings may decide; None without stock.
     """
     rows, of_stock = [], {}
     for name in sorted(found, key=lambda name: name not in one.COMPARED):
         for workload in found[name]["workloads"]:
-            tokens, gaps = workload.pop("tokens"), workload.pop("gaps")
-            size = workload["prompt"], workload["sequences"]
+            tokens, size = workload.pop("tokens"), (workload["prompt"], workload["sequences"])
             if name in one.COMPARED:
-                of_stock[name, size] = tokens, gaps
-            row = {"engine": name, **workload, "differ": None, "gap": None, "red": ""}
-            right, known = of_stock.get(("stock-eager" if name.endswith("-eager") else "stock", size), ([], []))
-            if known:
-                firsts = []
-                for ours, theirs, each in zip(tokens, right, known):
-                    firsts += [gap for a, b, gap in zip(ours, theirs, each) if a != b][:1]
-                row["differ"], row["gap"] = len(firsts), max(firsts, default=0.0)
-            rows.append(row)
+                of_stock[name, size] = tokens
+            right = of_stock.get(("stock-eager" if name.endswith("-eager") else "stock", size))
+            differ = None if right is None else sum(ours != theirs for ours, theirs in zip(tokens, right))
+            rows.append({"engine": name, **workload, "differ": differ, "red": ""})
     return rows
 
 

@@ -19,8 +19,8 @@ import torch
 
 # Tokens that each sequence has made when a step is timed, and those it may make.
 _BEGUN, _MOST = 8, 1024
-# The engines whose tokens others are compared with, and most sequences of a workload for which that is done.
-COMPARED, MOST_COMPARED = ("stock", "stock-eager"), 64
+# The engines whose tokens others are compared with.
+COMPARED = ("stock", "stock-eager")
 # Replays of a graph before it is timed, and timed ones; cycles for which the GPU waits meanwhile, since a slow host
 # takes longer to launch a graph than the GPU to run it.
 _BEFORE, _TIMED, _WAITED = 5, 30, 400_000_000
@@ -56,7 +56,7 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
         length, count, new = spec["workloads"][place]
         given = prompts[str(length)][:count]
         if place == len(found["workloads"]):
-            row = {"prompt": length, "sequences": count, "new": new, "seconds": [], "step_ms": None, "gaps": []}
+            row = {"prompt": length, "sequences": count, "new": new, "seconds": [], "step_ms": None}
             found["workloads"].append(row)
         row = found["workloads"][place]
         if what == "run":
@@ -69,8 +69,6 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
             if new > 1 and "enforce_eager" not in spec["options"]:
                 times = step(engine, given, *[replay] * 3)
                 row["step_ms"] = None if None in times else statistics.median(times)
-            if new > 1 and name in COMPARED and count <= MOST_COMPARED:
-                row["gaps"] = gaps(engine, given, new)
             found["ended"] = engine.collective_rpc(describe)[0]
         connection.send(found)
 
@@ -83,22 +81,13 @@ def asked(connection: Any) -> Any:
         return None
 
 
-def generate(engine: Any, prompts: list[list[int]], new: int, **more: Any) -> list[Any]:
+def generate(engine: Any, prompts: list[list[int]], new: int) -> list[Any]:
     """So many ``new`` tokens of each prompt, the likeliest."""
     from vllm import SamplingParams
 
-    each = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False, **more)
+    each = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
     rows = [{"prompt_token_ids": ids} for ids in prompts]
     return [output.outputs[0] for output in engine.generate(rows, each, use_tqdm=False)]
-
-
-def gaps(engine: Any, prompts: list[list[int]], new: int) -> list[list[float]]:
-    """By how much the most likely token exceeds the next one, in logits, at each new token of each prompt."""
-    found = []
-    for output in generate(engine, prompts, new, logprobs=2):
-        places = [sorted((entry.logprob for entry in place.values()), reverse=True) for place in output.logprobs]
-        found.append([place[0] - place[1] for place in places])
-    return found
 
 
 def step(engine: Any, prompts: list[list[int]], *asked: Any) -> list[Any]:

@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 import twell
 from profiling.bench import main, model, models_random
 from profiling.bench.models_random import Pattern, parse_sizes
-from tests.cpu import saved_models
 from twell.call import functional
 
 TINY = "2x32x64x2x64"
@@ -78,24 +77,6 @@ def test_rows_of_configurations(tmp_path: Path) -> None:
         if row["variant"] == "dense eager":
             assert (row["error"], row["worst"]) == (1, 1)
     assert [(each["config"], each["layers"]) for each in data["models"]] == [(TINY, 2), ("3x32x64x2x64", 3)]
-
-
-def test_a_saved_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = saved_models.save(tmp_path / "model")
-    text = tmp_path / "text.txt"
-    text.write_text(saved_models.text(2000))
-    code, data = bench(tmp_path / "out.json", "--model", folder, "--text", text, "--ops", "logits")
-    assert code == 0
-    kinds = [("model", "logits", "dense eager"), ("model", "logits", "sparse eager")]
-    assert [(row["config"], row["op"], row["variant"]) for row in data["rows"]] == kinds
-    assert (data["arguments"]["model"], data["arguments"]["text"]) == ("model", ["text.txt"])
-    assert str(tmp_path) not in (tmp_path / "out.json").read_text()
-    assert "non-zeros per token" in capsys.readouterr().err
-    # one without zeros is sent to its training
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"relu"', '"silu"'))
-    assert bench(tmp_path / "out.json", "--model", folder, "--text", text)[0] == 2
-    assert "examples/relufy.py" in capsys.readouterr().err
 
 
 # Wrong results
