@@ -30,7 +30,7 @@ from twell.integrations import transformers as integration
 from twell.integrations.analyze import calls, figures, report
 from twell.integrations.analyze.calls import Call
 from twell.integrations.analyze.figures import LayerSparsity
-from twell.integrations.analyze.layers import WatchedLayer, found, observe
+from twell.integrations.analyze.layers import WatchedLayer
 from twell.ops import screened
 
 CPU = torch.device("cpu")
@@ -241,14 +241,6 @@ def test_batches_and_layers_that_cannot_be_counted() -> None:
     with pytest.raises(ValueError, match="expected the batch's 270 tokens, got 135"):
         twell.analyze(Routed(), [IDS], names=names)
     assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
-
-
-def test_first_tokens_are_marked_beside_padding_on_either_side() -> None:
-    model, starts = causal("opt", **OPT), []
-    for mask, expected in ((MASK, [0, 90, 131]), (MASK.flip(1), [0, 90, 131])):
-        batch = {"input_ids": IDS, "attention_mask": mask}
-        observe(model, found(model)[0][:1], [batch], lambda i, x, y, first: starts.append(first))
-        assert starts[-1].nonzero().flatten().tolist() == expected
 
 
 def test_layers_in_e4m3_are_counted_by_the_gates_that_they_compute() -> None:

@@ -13,7 +13,6 @@ from twell.commands.request import RequestError, at_least, check_json, pick_devi
 from twell.integrations import layouts
 from twell.integrations.analyze import report
 from twell.integrations.analyze.calls import Call
-from twell.integrations.analyze.experts import STEPS
 from twell.integrations.analyze.figures import LayerSparsity
 from twell.integrations.analyze.layers import found
 from twell.integrations.analyze.report import DECODE, PREFILL, TRAINING, Analysis, calls_of
@@ -33,9 +32,7 @@ LEAST_TOKENS = 2 * geometry.TOKEN_TILE
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to ``parser``."""
-    saved_model.add_arguments(
-        parser, *_READ, defaults=False, shorter=f"; of stacked experts 1 / {STEPS[-1]} of --tokens"
-    )
+    saved_model.add_arguments(parser, *_READ, defaults=False)
     add = parser.add_argument
     for option, what, usual in (
         ("--prefill", "tokens of prompts or other calls", PREFILL),
@@ -105,7 +102,7 @@ def _analysis(arguments: argparse.Namespace, folder: Path) -> Analysis:
         raise RequestError(
             f"--save: expected as many layers as num_hidden_layers, {count!r}, got {len(watched)} of twell"
         )
-    text = saved_model.read(loaded, arguments, LEAST_TOKENS, STEPS[-1] if routed else 1)
+    text = saved_model.read(loaded, arguments, LEAST_TOKENS)
     with saved_model.progress(text.tokens, "analyze") as done:
         batches = saved_model.batches(text.sequences, arguments.batch, done)
         # logits of all tokens would be the largest tensor by far

@@ -89,13 +89,12 @@ def add_arguments(
     batch: int = 4,
     *,
     defaults: bool = True,
-    shorter: str = "",
 ) -> None:
     """Add the arguments of ``load``, ``read`` and ``batches``, with the defaults of some.
 
-    Without ``defaults`` the command sets them itself. ``shorter``: when it reads shorter sequences by default.
+    Without ``defaults`` the command sets them itself.
     """
-    longest = f"{_SEQUENCE}, or the model's limit if lower{shorter}"
+    longest = f"{_SEQUENCE}, or the model's limit if lower"
     add, own = parser.add_argument, {"tokens": tokens, "sequence": sequence, "batch": batch} if defaults else {}
     add(
         "model", type=Path, metavar="MODEL", help="folder of a causal model and its tokenizer, or owner/name on the Hub"
@@ -242,8 +241,8 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def read(loaded: Loaded, arguments: argparse.Namespace, least: int, many: int = 1) -> Text:
-    """Read the first ``--tokens`` of the text as sequences, by default as so many or more.
+def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
+    """Read the first ``--tokens`` of the text as sequences.
 
     Documents follow each other with the special tokens that the tokenizer adds; if it begins texts with its BOS token,
     so does every sequence. Raises RequestError if a path is no text or there are fewer than ``least`` tokens.
@@ -251,7 +250,7 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int, many: int = 
     config: Any = loaded.model.config
     tokenizer = loaded.tokenizer
     longest = getattr(config, "max_position_embeddings", None) or _SEQUENCE
-    length: int = arguments.sequence or min(_SEQUENCE, longest, max(2, arguments.tokens // many))
+    length: int = arguments.sequence or min(_SEQUENCE, longest, max(2, arguments.tokens))
     if length > longest:
         raise RequestError(f"--sequence: expected at most the {longest} positions of the model, got {length}")
     if arguments.tokens < least:

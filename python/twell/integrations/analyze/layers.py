@@ -181,11 +181,11 @@ def observe(
     on_call: OnCall,
     run: Callable[..., object] | None = None,
 ) -> None:
-    """Call ``model``, or ``run``, on each batch, and ``on_call(i, x, y, first, *others)`` for ``watched[i]`` each time.
+    """Call ``model``, or ``run``, on each batch, and ``on_call(i, x, y, *others)`` for ``watched[i]`` each time.
 
     A batch is what the model is called with: a tensor, a tuple of arguments or a dict of named ones. x [tokens, K] and
     what the module returned, y, or x again before a call, have no tokens of padding, by the batch's ``attention_mask``
-    or, in a decoder, ``decoder_attention_mask``; ``first``, bool [tokens], marks the first token of each sequence.
+    or, in a decoder, ``decoder_attention_mask``.
     Other tensors with which a module is called, such as the routes of experts, follow. The model is in evaluation mode
     meanwhile. Raises ValueError if x is not finite, or if it has other tokens than the batch's, as in an expert that
     is a module.
@@ -196,8 +196,8 @@ def observe(
     kwargs: dict[str, Any] = {}
     bound: dict[str, Any] = {}
 
-    def rows_of(at: Watched, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Which tokens are no padding, and which begin a sequence: bool [sequences, tokens] both."""
+    def present_in(at: Watched, x: Tensor) -> Tensor:
+        """Which tokens are no padding, bool [tokens]."""
         decoder = paired and "decoder" in at.name.split(".")
         mask, count = bound.get(f"{'decoder_' * decoder}attention_mask"), math.prod(x.shape[:-1])
         ids = next((t for t in (*args, *kwargs.values()) if _is_ids(t)), None)
@@ -212,7 +212,7 @@ def observe(
                 got = f"{list(present.shape)} tokens for a mask of {list(mask.shape)}"
                 raise ValueError(f"{at.name}: expected the tokens of the batch's mask, sequences first, got {got}")
             present = mask.bool().to(x.device) if present.shape == mask.shape else present
-        return present, present & (present.cumsum(1) == 1)
+        return present.flatten()
 
     def hook(i: int) -> Callable[..., None]:
         def called(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], y: Any = None) -> None:
@@ -223,13 +223,13 @@ def observe(
                 )
             if not x.numel():
                 return
-            present, first = (each.flatten() for each in rows_of(watched[i], x))
+            present = present_in(watched[i], x)
             tensors = [t.reshape(-1, t.shape[-1]) for t in (x, x if y is None else y, *others)]
             if not bool(present.all()):
-                tensors, first = [t[present] for t in tensors], first[present]
+                tensors = [t[present] for t in tensors]
             if not bool(tensors[0].isfinite().all()):
                 raise ValueError(f"{watched[i].name}: its input is not finite in {x.dtype}; another dtype may help")
-            on_call(i, *tensors[:2], first, *tensors[2:])
+            on_call(i, *tensors)
 
         return called
 

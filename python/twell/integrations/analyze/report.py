@@ -218,11 +218,11 @@ def count(
     tallies = [Tally(at.n, next(at.module.parameters()).device) for at in watched]
     of_experts = [ExpertsTally(at) for at in routed]
 
-    def on_call(i: int, x: torch.Tensor, y: torch.Tensor, first: torch.Tensor, *others: torch.Tensor) -> None:
+    def on_call(i: int, x: torch.Tensor, y: torch.Tensor, *others: torch.Tensor) -> None:
         if i < len(watched):
             tallies[i].watch(watched[i], x, y)
         else:
-            of_experts[i - len(watched)].watch(x, first, *others)
+            of_experts[i - len(watched)].watch(x, *others)
 
     layers.observe(model, [*watched, *routed], batches, on_call, run)
     reports = [tally.report(at) for tally, at in zip(tallies, watched, strict=True)]
