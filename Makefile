@@ -51,7 +51,7 @@ neighbours := accelerate bitsandbytes compressed-tensors datasets flash-linear-a
 neighbours_pip = "$(NEIGHBOURS)/bin/python" -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
 core := ops functional nn training hybrid reference reglu auto auto_graphs compaction recipe recipe_tracker \
-	sparsify sparsify_refusals sparsify_pairs sparsify_family serving projections testing nvtx
+	sparsify sparsify_refusals sparsify_pairs sparsify_family serving projections testing
 
 # What a change of the library breaks first.
 quick := imports functional nn reference ops hybrid launches format memory transforms

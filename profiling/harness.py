@@ -28,7 +28,6 @@ from twell.base.text import aligned
 from twell.commands import tune
 from twell.commands.request import RequestError, at_least, check_json, number_above, pick_device
 from twell.commands.timing import FAILURES, Call, Recording, measure, reason, spread
-from twell.runtime import nvtx
 from twell.testing import Comparison
 
 Row = dict[str, Any]
@@ -238,7 +237,7 @@ def profile(calls: Mapping[str, Call], times: int, device: Device) -> None:
     if on_gpu:
         torch.cuda.profiler.start()
     for name, call in calls.items():
-        with nvtx.range(f"profile {name}"):
+        with torch.cuda.nvtx.range(f"profile {name}") if on_gpu else nullcontext():
             for i in range(times):
                 call(i)
     device.wait()

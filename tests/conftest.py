@@ -38,7 +38,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Files and folders whose fixtures take seconds: one process runs all tests of a group and makes each fixture once.
 GROUPS = {
     **dict.fromkeys(("test_wheel", "test_bundle", "test_compile", "test_packaged"), "wheel"),
-    **{f"test_{name}": name for name in ("bench_models", "docs", "nvtx", "quality", "transformers")},
+    **{f"test_{name}": name for name in ("bench_models", "docs", "quality", "transformers")},
     "emulator": "emulator",
     # processes that fork from one that took seconds to import: see ranks.py
     **dict.fromkeys(

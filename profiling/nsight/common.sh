@@ -3,7 +3,6 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(dirname "$(dirname "$here")")
 python=${PYTHON:-python3}
 [ ! -d "$root/python/twell" ] || export PYTHONPATH=$root/python:$root${PYTHONPATH:+:$PYTHONPATH}
-export TWELL_NVTX=${TWELL_NVTX:-1}
 
 fail() { echo "${0##*/}: $*" >&2; exit 2; }
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//p}' "$0"; }

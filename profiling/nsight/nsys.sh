@@ -2,7 +2,7 @@
 # usage: profiling/nsight/nsys.sh OP[,OP...] [OPTION...] [OPTION of profiling.bench...] [-- OPTION of nsys...]
 #
 # Records the timeline of operators on a named workload with Nsight Systems, warmed up: kernels, CUDA calls, and the
-# NVTX ranges of twell. Prints the time of each kernel and of each range, on the GPU and on the host.
+# a range for each variant. Prints the time of each kernel and of each range, on the GPU and on the host.
 #
 #   profiling/nsight/nsys.sh ffn --workload topic29 --strategy union
 #   profiling/nsight/nsys.sh train --workload topic29 -m 8192 -o build/nsys/train

@@ -45,7 +45,7 @@ def launched(case: Case, family: str) -> list[str]:
 def sparse(case: Case, family: str) -> bool:
     alone = case.scales or case.kind == "experts" or case.strategy == "union+screen"
     portable = not alone and case.n <= geometry.PORTABLE_UNION_NEURONS
-    in_16_bits = case.dtype in ("bf16", "fp16") and case.scales != "block"
+    in_16_bits = case.dtype in ("bf16", "fp16")
     return case.strategy != "dense" and in_16_bits and LIMITS.hold(case) and (portable or family == specs.SM90)
 
 

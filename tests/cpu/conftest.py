@@ -58,7 +58,7 @@ def entries_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, no loaded kernels and no packaged library; the folder of entries."""
     from twell.runtime import cache, log, packaged, resolve
 
-    for name in ("TWELL_JIT", "TWELL_LOG", "TWELL_NVTX", "TWELL_DEBUG"):
+    for name in ("TWELL_JIT", "TWELL_LOG", "TWELL_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(packaged, "FOLDER", tmp_path / "nothing")

@@ -1,8 +1,6 @@
 """``strategy="auto"``: the decision, the memory of a call site, what is measured, and ``explain``."""
 
-import contextlib
 import copy
-import dataclasses
 import functools
 import pickle
 import re
@@ -10,7 +8,6 @@ import sys
 import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,17 +15,15 @@ import torch
 from auto_layers import BF16, DENSE, SPARSE, Arrivals, K, N, layer, strategies_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
 from twell import testing
-from twell.choose import cards, rates
+from twell.choose import rates
 from twell.choose import site as sites
-from twell.choose.explanation import Choice, Explanation
 from twell.choose.rates import Figures, Problem
 from twell.nn.layers import SparseGatedMLP, SparseMLP
-from twell.runtime import device, geometry, specs
+from twell.runtime import device, geometry
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])
 
@@ -99,15 +94,6 @@ def test_a_sliced_layer_learns_its_union(free_choice: None) -> None:
     assert (route.strategy, route.measurement is not None) == ("union", True)
 
 
-def test_a_site_that_moves_to_another_gpu_decides_again(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    site, x = sites.AutoStrategy(), torch.zeros(8, 2048, dtype=BF16)
-    site.observe(problem(8), Figures(5000, None))
-    assert [site.begin(x, 5632, True, False, False).strategy for _ in range(3)] == ["row"] * 3
-    other = dataclasses.replace(cards.SHIPPED, family=specs.PORTABLE)
-    monkeypatch.setattr(cards, "in_use", lambda on: other)
-    assert site.begin(x, 5632, True, False, False).strategy == "dense"
-
-
 def test_a_change_must_promise_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     for row, union, current, expected in (
         (0.50, 0.492, "row", "row"),
@@ -161,7 +147,6 @@ def test_training_keeps_room_for_what_recent_calls_needed() -> None:
     assert [room_after(20) for _ in range(8)] == 7 * [120] + [32]
     # the data of a captured graph may become denser
     assert site._peek(call, record=True)[1] == 0
-    assert copy.deepcopy(site)._peek(call, record=False)[1] == 32
     # few tokens, no gradients: as much as there may be, and never more than without figures
     assert rates.held(few, (29.3,)) == rates.held(problem(), (29.3,)) == 0
     assert geometry.hybrid_capacity(16384, 5632, rates.held(call, (911.0,))) == geometry.hybrid_capacity(16384, 5632)
@@ -318,25 +303,16 @@ def test_a_new_bucket_starts_from_the_nearest_one() -> None:
 
 
 @pytest.mark.parametrize("through", [copy.deepcopy, copy.copy, lambda site: pickle.loads(pickle.dumps(site))])
-def test_copies_remember(through: Callable[[Any], Any], chooses: Arrivals) -> None:
+def test_copies_start_anew(through: Callable[[Any], Any], chooses: Arrivals) -> None:
     mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
+    mlp.screen = "off"
     with torch.no_grad():
         mlp(x)
-        mlp(x)
-        chooses.open = False
-    site = mlp._auto
-    other = through(site)
-    assert other.period == site.period
-    assert other._pending == {}
-    assert [row.strategy for row in other.explain()] == [row.strategy for row in site.explain()] == ["dense"]
-    with torch.no_grad():
-        mlp(x)
-    assert [row.calls for row in other.explain()] == [2]
-    whole = copy.deepcopy(mlp)
-    assert whole._auto is not site
-    assert [row.figures for row in twell.explain(whole)] == [row.figures for row in twell.explain(mlp)]
+    other, whole = through(mlp._auto), copy.deepcopy(mlp)
+    for each in (other, whole._auto):
+        assert each is not mlp._auto
+        assert (each.period, each.screen, each.explain()) == (64, "off", [])
     assert not any("auto" in name for name in mlp.state_dict())
-    assert strategies_of(pickle.loads(pickle.dumps(mlp)).to("cpu")) == strategies_of(mlp)
 
 
 def test_threads_do_not_corrupt() -> None:
@@ -477,36 +453,6 @@ def test_measures_row_by_running_union(chooses: Arrivals, monkeypatch: pytest.Mo
     assert ran == ["row"] * 3
 
 
-def test_transfers_share_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few allocations for many; one that is not read yet keeps its values, and its memory."""
-    empty, made = torch.empty, []
-
-    def pinned(*shape: Any, pin_memory: bool, **options: Any) -> Tensor:
-        made.append(StorageWeakRef((memory := empty(*shape, **options)).untyped_storage()))
-        return memory
-
-    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
-    for owner, name, stand_in in (
-        (torch, "empty", pinned),
-        (torch.cuda, "Event", lambda: event),
-        (torch.cuda, "current_stream", lambda on: None),
-        (device, "relaxed_capture", contextlib.nullcontext),
-        (sites, "_rows", []),
-    ):
-        monkeypatch.setattr(owner, name, stand_in)
-    sent = []
-    for i in range(1000):
-        # allocated in one mode, used in both
-        with torch.inference_mode(i % 3 == 0):
-            transfer = sites.Transfer(torch.tensor([i, *range(i % 4)]))
-            assert transfer.arrived()
-            sent += [(i, transfer)] if i % 100 == 0 else []
-    assert len(made) == 8
-    assert [transfer.read() for _, transfer in sent] == [[i] for i, _ in sent]
-    sent.clear()
-    assert sum(not memory.expired() for memory in made) <= 1
-
-
 def test_more_than_the_hybrid_format_holds_has_no_union(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_fresh", lambda *_: rates.Decision("union", "so that training overflows", {}))
     mlp, x = layer(firing=100), torch.randn(256, K).to(BF16)
@@ -569,9 +515,9 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     explained = twell.explain(model)
     assert [row.layer for row in explained] == ["first", "second", "third", "fourth"]
     assert len(explained) == 4
-    header, *lines = str(explained).splitlines()[1:]
-    assert {"layer", "calls", "tokens", "strategy", "non-zeros", "union", "layout"} <= set(header.split())
-    for said in (r"^second .* dense .* 200.0  75.8%", r"dense's time \(measured in call 2\)$", "it was named"):
+    header, *lines = str(explained).splitlines()
+    assert header.split() == ["layer", "calls", "tokens", "strategy", "non-zeros", "union", "layout"]
+    for said in (r"^second .* dense .* 200.0 +75.8%", r"dense's time \(measured in call 2\)$", "it was named"):
         assert any(re.search(said, line) for line in lines)
     # explain changes nothing
     assert twell.explain(model).rows == explained.rows
@@ -581,19 +527,12 @@ def test_explain_is_a_table(chooses: Arrivals) -> None:
     assert (row.strategy, row.reason) == ("auto", "no call has chosen yet: on a CPU all are dense")
 
 
-def test_layers_that_are_alike_share_the_rows_of_a_narrow_table() -> None:
-    """A model of 28 layers filled a screen with lines of 160 columns and more."""
+def test_layers_that_are_alike_share_the_rows_of_a_table() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleDict({"mlp": layer(SparseMLP)}) for _ in range(12))})
     model["layers"][7].mlp.strategy = "row"
     assert len(explained := twell.explain(model)) == 13
     names = ["layers.0-6.mlp (7)", *["layers.7.mlp"] * 2, "layers.8-11.mlp (4)"]
     assert re.findall(r"^layers.*?(?=  )", str(explained), re.MULTILINE) == names
-    figures, costed = Figures(29.5, 0.133, 40, 0.2), dict.fromkeys(("row", "union", rates.SCREENED, "dense"), 1.0)
-    kind = "model.language_model" * 9, "inference", "131073 to 262144", "captured"
-    row = Choice(*kind, rates.SCREENED, "reason " * 50, 0, figures, 64, costed, "rows")
-    lines = str(Explanation((row, row._replace(graph="", calls=1234567)))).splitlines()
-    assert max(map(len, lines)) <= 120
-    assert " ".join(lines).count("reason") == 100
 
 
 @pytest.mark.parametrize("kind", ["inference", "training"])

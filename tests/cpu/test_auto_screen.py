@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import pickle
 import sys
 from typing import Any
 
@@ -136,7 +135,6 @@ def test_a_layer_comes_to_screen(cls: Any, training: bool, screens: Arrivals, mo
         assert row.figures.candidates > row.figures.union > 8 / N  # type: ignore[operator]
         # with the other counts, one transfer for each call that measures
         assert len(screens.sent) == 5
-        assert {"candidates", "screen"} <= set(str(twell.explain(mlp)).split())
         # switched off, it forgets the choice at once
         mlp.screen = "off"
         for _ in range(9):
@@ -163,7 +161,6 @@ def test_nothing_is_counted_in_vain(
     assert row.figures is not None
     assert row.figures.candidates is None
     assert row.strategy in ("row", "union")
-    assert not {"candidates", "union+screen"} & set(str(twell.explain(mlp)).split())
 
 
 def test_compiled_training_screens_as_calls_did_until_that_is_off(screens: Arrivals, fresh_dynamo: None) -> None:
@@ -190,7 +187,7 @@ def test_a_loaded_program_screens_only_if_its_layer_might(screens: Arrivals, mon
 # The argument
 
 
-def test_copies_keep_the_screen() -> None:
+def test_the_screen_is_shown_and_set() -> None:
     site = twell.AutoStrategy(period=4, screen="off")
     assert repr(site) == "AutoStrategy(period=4, screen='off')"
     assert repr(twell.AutoStrategy()) == "AutoStrategy(period=64)"
@@ -198,8 +195,6 @@ def test_copies_keep_the_screen() -> None:
     assert "screen='off'" in repr(mlp)
     twell.nn.set_strategy(mlp, "auto", screen="auto")
     assert mlp.screen == "auto"
-    for other in (copy.copy(site), copy.deepcopy(site), pickle.loads(pickle.dumps(site))):
-        assert (other.period, other.screen) == (4, "off")
 
 
 # Its costs

@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -140,12 +139,8 @@ def test_every_bench_has_checked_and_timed_rows(
         assert len(re.findall(r"(?m)^\| | \d+\.\d\d", TABLES[name]())) >= 2
 
 
-def test_calls_for_a_profiler_have_no_times(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges: list[str] = []
-    monkeypatch.setattr("twell.runtime.nvtx.range", lambda name: ranges.append(name) or nullcontext())
+def test_calls_for_a_profiler_have_no_times(bench: Callable[..., Result]) -> None:
     result = bench("ffn,train", *TINY, "--workload", WORKLOAD, "--strategy", "row", "--profile", "2")
-    names = [f"{row['variant']} {row['requested']}".rstrip() for row in result.rows]
-    assert ranges == [f"profile {name}" for name in names]
     for row in result.rows:
         assert_no_speed(row)
 

@@ -51,11 +51,10 @@ def long(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 @pytest.fixture
 def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ "auto" chooses on the fake GPU, figures arrive at once, and no layer of another test takes turns with these."""
+    """ "auto" chooses on the fake GPU, and figures arrive at once."""
     monkeypatch.setattr(cards, "imposed", lambda kind, index: "")
     monkeypatch.setattr(functional, "imposed_on_call", lambda kind, index: "")
     monkeypatch.setattr(site, "Transfer", fake_gpu.Arrived)
-    monkeypatch.setattr(site, "_latest", None)
 
 
 def layer(cls: Any = SparseGatedMLP, strategy: Any = "union", bias: bool = False) -> Any:
@@ -235,36 +234,18 @@ def test_frozen_parts_need_no_gradient(gpu: FakeGpu, long: list[Tensor]) -> None
 
 
 @pytest.mark.usefixtures("chooses")
-@pytest.mark.parametrize(("training", "models", "copied"), [(False, 1, False), (True, 1, False), (False, 2, True)])
-def test_layers_take_turns_at_measuring(
-    training: bool, models: int, copied: bool, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("training", [False, True])
+def test_calls_between_those_that_measure_go_to_their_launches(
+    training: bool, gpu: FakeGpu, long: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two in each step of a model, and those of the step before decide; all others go to their launches at once."""
-    measured: list[Tensor] = []
+    """One that measures, and the next, which decides by that, take the long way."""
     # other tests hold launches to signatures
     monkeypatch.setattr(fake_gpu, "CHECKS", False)
-    monkeypatch.setattr(site, "Transfer", lambda given: (measured.append(given), fake_gpu.Arrived(given))[1])
-    stacks = [nn.ModuleList(layer(strategy="auto") for _ in range(28)).requires_grad_(training) for _ in range(models)]
-    x, first = tokens(896), set()
-    for step in range(60 if copied else 24):
-        if copied and step == 40:
-            # as for an average of weights
-            stacks = copy.deepcopy(stacks)
-        for stack in stacks:
-            measured.clear(), long.clear()
-            for mlp in stack:
-                before = len(measured)
-                mlp(x)
-                if len(measured) > before:
-                    first.add(mlp)
-            assert len(measured) <= 2
-            assert len(long) <= 4 or step in (0, 40)
-        if step == 15 * models:
-            assert len(first) == 28 * models
-    # one alone measures at these calls, and decides by that at the next ones
+    monkeypatch.setattr(site, "Transfer", fake_gpu.Arrived)
     monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
     rates.waits_for_host.cache_clear()
-    alone, due, calls = layer(strategy="auto").requires_grad_(training), {0, 1, 2, 4, 8, 16, 32, 64, 128}, []
+    alone, x = layer(strategy="auto").requires_grad_(training), tokens(896)
+    due, calls = {0, 1, 2, 4, 8, 16, 32, 64, 128}, []
     for i in range(140):
         before = len(long)
         alone(x)
@@ -429,15 +410,6 @@ def test_x_of_one_row_reaches_kernels_with_plain_strides(gpu: FakeGpu) -> None:
             ]
             assert read
             assert all(a.stride() == (K, 1) for a in read)
-
-
-@pytest.mark.usefixtures("chooses")
-def test_refused_calls_are_counted_once(gpu: FakeGpu) -> None:
-    mlp, x = layer(strategy="auto"), tokens(2048)
-    sliced = torch.zeros(2048, 2 * K, dtype=BF16)[:, :K]
-    for i in range(64):
-        mlp(sliced if i % 2 else x)
-    assert sum(row.calls for row in twell.explain(mlp)) == 64
 
 
 @pytest.mark.parametrize("strategy", ["union", "dense"])

@@ -34,7 +34,7 @@ def parts(kept: Tensor, p: testing.FFN) -> hybrid.Kept:
 
 def upstream(p: testing.FFN, l1: float = 0.5) -> tuple[Tensor, Tensor]:
     dy = torch.randint(-2, 3, p.x.shape).to(p.x.dtype)
-    return dy, torch.tensor(l1, dtype=hybrid.accumulator(p.x.dtype))
+    return dy, torch.tensor(l1)
 
 
 def backward(p: testing.FFN, kept: Tensor, dy: Tensor, dl1: Tensor, *asked: bool) -> tuple[Tensor, ...]:
@@ -42,7 +42,7 @@ def backward(p: testing.FFN, kept: Tensor, dy: Tensor, dl1: Tensor, *asked: bool
 
 
 def up_of(kept: hybrid.Kept, m: int, n: int) -> Tensor:
-    return hybrid.values(kept.entries, geometry.hybrid_capacity(m, n), BF16, 1)[0]
+    return hybrid.values(kept.entries, geometry.hybrid_capacity(m, n), BF16)
 
 
 @pytest.mark.parametrize(("gated", "held"), [(True, 8), (False, 16), (True, 1000)])

@@ -268,7 +268,6 @@ except RuntimeError as error:
 from twell.commands.cli import main
 assert main(["info"]) == 0
 """,
-        TWELL_NVTX="0",
     )
 
 

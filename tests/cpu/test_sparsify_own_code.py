@@ -162,7 +162,7 @@ def test_what_changes_the_hidden_state_later_is_called(change: str) -> None:
 def test_linears_that_do_not_cast_refuse_another_dtype_as_before() -> None:
     m = nn.Sequential(Plain())
     take(m)
-    with pytest.raises(TypeError, match=r"x must be torch\.float32 as the others are, got torch\.bfloat16"):
+    with pytest.raises(TypeError, match=r"must be torch\.bfloat16 as x is, got torch\.float32"):
         m(tokens(BF16))
 
 

@@ -261,8 +261,8 @@ def test_weights_that_want_to_know_of_their_main_gradients(cls: Any, strategy: A
 @pytest.mark.parametrize("strategy", ["union", "dense"])
 def test_an_input_that_is_changed_in_place(strategy: Any) -> None:
     """With frozen weights dense PyTorch does not read it again."""
-    layer = SparseGatedMLP(32, 64, strategy=strategy).requires_grad_(False)
-    h = torch.randn(8, 32, requires_grad=True) * 1
+    layer = SparseGatedMLP(32, 64, strategy=strategy, dtype=torch.bfloat16).requires_grad_(False)
+    h = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True) * 1
     h += layer(h)
     if strategy == "dense":
         h.sum().backward()

@@ -1,4 +1,4 @@
-"""The functions on DTensors: every placement gives the results and gradients of one process."""
+"""The functions on DTensors whose neurons ranks divide: results and gradients of one process."""
 
 import itertools
 from typing import Any
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import twell
-from twell.call import autograd
+from twell.call import execution
 from twell.ops.operands import Layer
 
 BATCH, SEQUENCE, HIDDEN, NEURONS = 2, 6, 16, 32
@@ -55,10 +55,6 @@ def tensor_parallel(name: str, x: Placement) -> Placement:
     return {"x": x, "w_down": Shard(1), "b_down": Replicate()}.get(name, Shard(0))
 
 
-def replicated(name: str, x: Placement) -> Placement:
-    return x if name == "x" else Replicate()
-
-
 def crossed(name: str, x: Placement) -> Placement:
     """Shard every weight along K, which no rank can use; biases in any way."""
     return {"x": x, "w_down": Shard(0), "b_down": Shard(0), "b_up": Replicate()}.get(
@@ -75,14 +71,14 @@ def whole(t: Tensor) -> Tensor:
     return t.full_tensor()
 
 
-def placed_as_one(device: torch.device, gated: bool, strategy: str, **form: Any) -> None:
+def placed_as_one(device: torch.device, gated: bool, **form: Any) -> None:
     mesh = init_device_mesh(device.type, (2,))
     single = {name: t.to(device) for name, t in operands(gated).items()}
-    y, l1, l0, gradients = step(single, strategy=strategy, **form)
-    layouts = (tensor_parallel, replicated, crossed, one_only)
+    y, l1, l0, gradients = step(single, **form)
+    layouts = (tensor_parallel, crossed, one_only)
     for layout, x in itertools.product(layouts, (Replicate(), Shard(0), Shard(1), Shard(2))):
         sharded = {name: distribute_tensor(t, mesh, [layout(name, x)]) for name, t in single.items()}
-        their_y, their_l1, their_l0, theirs = step(sharded, strategy=strategy, **form)
+        their_y, their_l1, their_l0, theirs = step(sharded, **form)
         where = f"{layout.__name__}, x {x}: "
         for what, ours, expected in (("y", their_y, y), ("l1", their_l1, l1), ("l0", their_l0, l0)):
             torch.testing.assert_close(whole(ours), expected, msg=lambda m, w=where + what: f"{w}: {m}")
@@ -91,11 +87,10 @@ def placed_as_one(device: torch.device, gated: bool, strategy: str, **form: Any)
 
 
 def every_function(device: torch.device) -> None:
-    for gated, strategy in itertools.product((True, False), ("union", "dense")):
-        placed_as_one(device, gated, strategy)
-    for strategy in ("union", "dense"):
-        placed_as_one(device, True, strategy, activation="drelu")
-        placed_as_one(device, False, strategy, activation="fatrelu", threshold=0.5)
+    for gated in (True, False):
+        placed_as_one(device, gated)
+    placed_as_one(device, True, activation="drelu")
+    placed_as_one(device, False, activation="fatrelu", threshold=0.5)
 
 
 def test_any_placement_is_one_process(cpu_ranks: Run) -> None:
@@ -104,40 +99,14 @@ def test_any_placement_is_one_process(cpu_ranks: Run) -> None:
 
 def placements_of_results(device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (2,))
-    cases = (
-        (tensor_parallel, Replicate(), Partial(), Partial()),
-        (tensor_parallel, Shard(1), Partial(), Partial()),
-        (replicated, Shard(1), Shard(1), Partial()),
-        (replicated, Shard(2), Replicate(), Replicate()),
-        (replicated, Replicate(), Replicate(), Replicate()),
-    )
-    for layout, x, y_placement, aux_placement in cases:
-        sharded = {name: distribute_tensor(t, mesh, [layout(name, x)]) for name, t in operands(True).items()}
+    for x in (Replicate(), Shard(1)):
+        sharded = {name: distribute_tensor(t, mesh, [tensor_parallel(name, x)]) for name, t in operands(True).items()}
         for training in (False, True):
             y, aux = call({name: t.detach().requires_grad_(training) for name, t in sharded.items()}, return_aux=True)
-            assert y.placements == (y_placement,), (layout, x, y.placements)
-            assert aux.l1.placements == aux.l0.placements == (aux_placement,), (layout, x, aux)
+            assert y.placements == aux.l1.placements == aux.l0.placements == (Partial(),), x
             assert y.shape == sharded["x"].shape
             assert aux.l1.requires_grad == training
             assert not aux.l0.requires_grad
-
-
-def uneven_tokens(device: torch.device, ranks: int) -> None:
-    mesh = init_device_mesh(device.type, (ranks,))
-    for m in (5, 1, 0):
-        single = operands(True)
-        single["x"] = single["x"].reshape(-1, HIDDEN)[:m]
-        y, l1, l0, gradients = step(single)
-        sharded = {name: distribute_tensor(t, mesh, [replicated(name, Shard(0))]) for name, t in single.items()}
-        their_y, their_l1, their_l0, theirs = step(sharded)
-        for ours, expected in ((their_y, y), (their_l1, l1), (their_l0, l0)):
-            torch.testing.assert_close(whole(ours), expected)
-        for name, expected in gradients.items():
-            torch.testing.assert_close(whole(theirs[name]), expected)
-
-
-def test_uneven_tokens(cpu_ranks: Run) -> None:
-    cpu_ranks(3, uneven_tokens, 3)
 
 
 def refusals(device: torch.device) -> None:
@@ -161,6 +130,9 @@ def refusals(device: torch.device) -> None:
     torch.testing.assert_close(whole(call(sharded(24), strategy="dense")), call(operands(True, n=24)))
     with pytest.raises(ValueError, match=r"sparse_gated_ffn: w_up must be \[32, 16\] .* got \[24, 16\]"):
         call({**sharded(), "w_up": sharded(24)["w_up"]})
+    whole_weights = {name: distribute_tensor(t, mesh, [Replicate()]) for name, t in operands(True).items()}
+    with pytest.raises(NotImplementedError, match="of a mesh of one dimension, over which a weight is sharded, got"):
+        call(whole_weights)
     other = init_device_mesh(device.type, (2, 1))
     with pytest.raises(ValueError, match=r"b_up must be on .* as x is, got"):
         call({**sharded(), "b_up": distribute_tensor(operands(True)["b_up"], other, [Shard(0), Replicate()])})
@@ -177,15 +149,12 @@ def each_gradient_alone(device: torch.device) -> None:
         y, aux = call(leaves, return_aux=True)
         loss(y, aux).backward()
         torch.testing.assert_close(whole(leaves[name].grad), gradients[name])
-        if name != "b_down":
+        if name not in ("b_down", "w_down"):
             leaves[name].grad = None
             call(leaves, return_aux=True)[1].l1.backward()
-            if name == "w_down":
-                assert leaves[name].grad is None
-            else:
-                of_l1 = {other: t.detach().requires_grad_(other == name) for other, t in single.items()}
-                call(of_l1, return_aux=True)[1].l1.backward()
-                torch.testing.assert_close(whole(leaves[name].grad), of_l1[name].grad)
+            of_l1 = {other: t.detach().requires_grad_(other == name) for other, t in single.items()}
+            call(of_l1, return_aux=True)[1].l1.backward()
+            torch.testing.assert_close(whole(leaves[name].grad), of_l1[name].grad)
 
 
 def under_autocast(device: torch.device) -> None:
@@ -216,14 +185,14 @@ def still_under_way(device: torch.device) -> None:
     }
     gathered = sharded["x"].redistribute(placements=[Replicate()], async_op=True)
     seen: list[type] = []
-    original = autograd.ffn
+    original = execution.run
 
-    def note(name: str, layer: Layer, *rest: Any) -> Any:
+    def note(how: execution.Call, layer: Layer, *rest: Any) -> Any:
         seen.append(type(layer.x))
-        return original(name, layer, *rest)
+        return original(how, layer, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autograd, "ffn", note)
+        patch.setattr(execution, "run", note)
         y, aux = call({**sharded, "x": gathered}, return_aux=True)
     loss(y, aux).backward()
     torch.testing.assert_close(whole(sharded["x"].grad), gradients["x"])
@@ -244,7 +213,7 @@ def compiled(device: torch.device) -> None:
     def function(**t: Tensor) -> Tensor:
         return loss(*call(t, return_aux=True))
 
-    for layout, x in ((tensor_parallel, Replicate()), (tensor_parallel, Shard(1)), (replicated, Shard(0))):
+    for layout, x in ((tensor_parallel, Replicate()), (tensor_parallel, Shard(1))):
         leaves = {name: distribute_tensor(t, mesh, [layout(name, x)]).requires_grad_() for name, t in single.items()}
         function(**leaves).backward()
         for name, expected in gradients.items():

@@ -111,7 +111,7 @@ def kept(given: Pattern, values: Tensor) -> tuple[hybrid.Kept, Tensor, int]:
     hybrid.encode(given.gate, values.to(BF16), whole)
     out = hybrid.parts(whole, m, n)
     capacity, total = hybrid.capacity_of(given.x, n, True, whole), int(out.sizes[-1])
-    return out, hybrid.values(out.entries, capacity, BF16, 1)[0, :total], total
+    return out, hybrid.values(out.entries, capacity, BF16)[:total], total
 
 
 def sampled_up(sizes: Sequence[int], k: int, training: bool, biased: bool, ctas: int, seed: int = 0) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,9 +58,9 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
     shapes = {"w_gate": [n, k], "w_up": [n, k], "w_down": [k, n], "b_gate": [n], "b_up": [n], "b_down": [k]}
     for argument, value in present.items():
         if argument != "x" and list(value.shape) != shapes[argument]:
-            raise ValueError(_wrong_shape(name, present))
-        if value.device != x.device or value.dtype != x.dtype:
-            require_alike(name, present)
+            expected = f"{shapes[argument]} (x has K = {k}, the first weight N = {n})"
+            raise ValueError(f"{name}: {argument} must be {expected}, got {list(value.shape)}")
+    require_alike(name, present)
     return present
 
 
@@ -92,11 +91,14 @@ def admit_given(name: str, given: Layer) -> dict[str, Tensor]:
 
 
 def require_alike(name: str, operands: Mapping[str, Tensor]) -> None:
-    """Raise unless the operands are on one device, ValueError, and of one dtype, TypeError."""
-    if len({t.device for t in operands.values()}) > 1:
-        raise ValueError(_odd_one(name, "on {}", {a: t.device for a, t in operands.items()}))
-    if len({t.dtype for t in operands.values()}) > 1:
-        raise TypeError(_odd_one(name, "{}", {a: t.dtype for a, t in operands.items()}))
+    """Raise unless the operands are on the device of the first, ValueError, and of its dtype, TypeError."""
+    first = next(iter(operands))
+    device, dtype = operands[first].device, operands[first].dtype
+    for argument, value in operands.items():
+        if value.device != device:
+            raise ValueError(f"{name}: {argument} must be on {device} as {first} is, got {value.device}")
+        if value.dtype != dtype:
+            raise TypeError(f"{name}: {argument} must be {dtype} as {first} is, got {value.dtype}")
 
 
 def admitted(layer: Layer, gated: bool) -> bool:
@@ -141,40 +143,6 @@ def _fits(operand: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
 def _takes(n: int, k: int) -> bool:
     """Whether the sparse kernels take these sizes."""
     return unpackable(Facts(n=n, k=k, sliced=True)) is None
-
-
-def _common(values: list[tuple[str, Any]]) -> Any:
-    """The most common value of the operands. Among equally common ones the first weight's wins, and x's comes last."""
-    # tensors on meta have yet to be made
-    real = [(a, v) for a, v in values if not (isinstance(v, torch.device) and v.type == "meta")]
-    weights_first = sorted(real or values, key=lambda value: value[0] == "x")
-    return Counter(value for _, value in weights_first).most_common(1)[0][0]
-
-
-def _odd_one(name: str, expected: str, values: dict[str, Any]) -> str:
-    """The error for the first operand that differs from most others; if there are only two, it names x."""
-    common = _common(list(values.items()))
-    odd = next(argument for argument, value in values.items() if value != common)
-    others = "x is" if odd != "x" and "x" in values else "the others are"
-    return f"{name}: {odd} must be {expected.format(common)} as {others}, got {values[odd]}"
-
-
-def _wrong_shape(name: str, operands: Mapping[str, Tensor]) -> str:
-    """The error for the first operand whose K or N differs from most others'."""
-    letters = {"x": "K", "w_gate": "NK", "w_up": "NK", "w_down": "KN", "b_gate": "N", "b_up": "N", "b_down": "K"}
-    sizes: dict[str, list[tuple[str, int]]] = {"K": [], "N": []}
-    for argument, value in operands.items():
-        if argument == "x" or value.dim() == len(letters[argument]):
-            for letter, size in zip(reversed(letters[argument]), reversed(value.shape)):
-                sizes[letter].append((argument, size))
-    common = {letter: _common(found) for letter, found in sizes.items()}
-    for argument, value in operands.items():
-        expected = [common[letter] for letter in letters[argument]]
-        got = list(value.shape)
-        if (got[-1:] if argument == "x" else got) != expected:
-            break
-    text = f"[..., {common['K']}]" if argument == "x" else str(expected)
-    return f"{name}: {argument} must be {text} (the others have K = {common['K']}, N = {common['N']}), got {got}"
 
 
 def sharded(operands: Mapping[str, Tensor]) -> bool:

@@ -16,7 +16,7 @@ from twell.ops.hybrid_forward import Forward, forward_of
 from twell.ops.library import is_direct, rows, unviewed
 from twell.ops.operands import Form, Layer, Mains, Place, made
 from twell.ops.reglu import derivatives, pays
-from twell.runtime import modes, nvtx
+from twell.runtime import modes
 from twell.runtime.program import Executable, allocate, kept
 
 # what a call that measures or counts does with the number of non-zeros (0-d; None without totals) and the format
@@ -96,7 +96,6 @@ class Passes:
     def __call__(self, *operands: Tensor | None) -> Tensor | None:
         return _apply(self.call, None, None, None, *operands, None)  # type: ignore[no-any-return]
 
-    @nvtx.marked(lambda *_: nvtx.range("hybrid_backward"))
     def backward(
         self, dy: Tensor, dl1: Tensor | None, saved: Sequence[Any], needs: Sequence[bool]
     ) -> list[Tensor | None] | None:
@@ -195,8 +194,7 @@ def backward_pass(
 
 def of_bias(dy: Tensor) -> Tensor:
     """The gradient of b_down."""
-    wide = torch.promote_types(dy.dtype, torch.float32)
-    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide).to(dy.dtype)
+    return dy.reshape(-1, dy.shape[-1]).sum(0, dtype=torch.float32).to(dy.dtype)
 
 
 class _FFN(torch.autograd.Function):
@@ -229,7 +227,6 @@ class _FFN(torch.autograd.Function):
         return y, l1, nonzeros
 
     @staticmethod
-    @nvtx.marked(lambda ctx, *_: nvtx.range(f"{ctx.call.name}.backward"))
     def backward(ctx: Any, dy: Tensor | None, dl1: Tensor | None = None, _: None = None) -> tuple[Tensor | None, ...]:
         call, mains, needs = ctx.call, ctx.mains, ctx.needs_input_grad[4:]
         compiling = modes.compiling()

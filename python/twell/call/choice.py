@@ -207,10 +207,10 @@ class _Chosen(torch.autograd.Function):
         # of each slice, which gates are within their windows; and the counts of ``window``
         windows: list[Tensor] = []
         counts = x.new_zeros((3, n if limits else 0), dtype=torch.int32)
-        y = torch.zeros_like(x, dtype=torch.promote_types(dtype, torch.float32) if sliced else dtype)
+        y = torch.zeros_like(x, dtype=torch.float32 if sliced else dtype)
         if sliced and b_down is not None:
             y = y + b_down
-        l1 = x.new_zeros((), dtype=hybrid.accumulator(dtype))
+        l1 = x.new_zeros((), dtype=torch.float32)
         nonzeros = x.new_zeros((), dtype=torch.float32)
         for first, last, own, room in hybrid.split(kept, x, n, False) if len(x) else ():
             if limits:
@@ -258,7 +258,7 @@ class _Chosen(torch.autograd.Function):
                 d_threshold = _of_thresholds(ctx.bandwidth, windows, counts, level, w_down, dy, dl1, dn)
                 d_threshold = d_threshold.to(threshold.dtype)
             if of_b_down and dy is not None:
-                db_down = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32)).to(dy.dtype)
+                db_down = dy.sum(0, dtype=torch.float32).to(dy.dtype)
         dx, dw_up, _, dw_down, db_up, *_ = found
         gradients = [dx, dw_up, dw_down, db_up if db_up is None else db_up[: len(w_up)], db_down, d_threshold]
         if not modes.compiling() and torch.is_grad_enabled():
@@ -280,13 +280,12 @@ def _of_thresholds(
 
     So no dh is made. A NaN in dy is a NaN for all thresholds, as in dense PyTorch.
     """
-    wide = hybrid.accumulator(level.dtype)
-    found, first = torch.zeros_like(level, dtype=wide), 0
+    found, first = torch.zeros_like(level, dtype=torch.float32), 0
     parts: list[Tensor] = []
     if dy is not None:
         for near in [each[:, at : at + _BLOCK] for each in windows for at in range(0, each.shape[1], _BLOCK)]:
             rows = w_down[:, first : first + near.shape[1]].t()
-            parts.append((_product(near, dy) * rows.to(wide)).sum(1))
+            parts.append((_product(near, dy) * rows.float()).sum(1))
             first += near.shape[1]
         found = torch.cat(parts) if parts else found
     if dl1 is not None:
@@ -300,7 +299,6 @@ def _of_thresholds(
 
 def _product(near: Tensor, dy: Tensor) -> Tensor:
     """Flags [M, n] transposed times dy [M, K], not rounded to 16 bits: rows of a down weight may cancel most of it."""
-    wide = hybrid.accumulator(dy.dtype)
-    if dy.is_cuda and dy.dtype.itemsize == 2:
-        return torch.mm(near.to(dy.dtype).t(), dy, out_dtype=wide)
-    return near.to(wide).t() @ dy.to(wide)
+    if dy.is_cuda:
+        return torch.mm(near.to(dy.dtype).t(), dy, out_dtype=torch.float32)
+    return near.float().t() @ dy.float()

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twell import ops
@@ -22,22 +21,18 @@ from twell.ops.ffn import inference_of
 from twell.ops.ffn import on_cuda as ffn_on_cuda
 from twell.ops.library import are_rows, unviewed
 from twell.ops.operands import Form, Layer, Mains
-from twell.runtime import geometry, modes, nvtx
+from twell.runtime import geometry, modes
 
 
 class Aux(NamedTuple):
     """Figures of one call, 0-d float32 tensors on its device; 0 where there are no tokens.
 
-    l1: mean over tokens of the sum of |hidden state|; differentiable where the output is. float64 where x is.
+    l1: mean over tokens of the sum of |hidden state|; differentiable where the output is. float64 in dense calls of it.
     l0: mean over tokens of the number of non-zeros after ReLU; not differentiable.
     """
 
     l1: Tensor
     l0: Tensor
-
-
-# so that exported programs that return it can be saved
-pytree._register_namedtuple(Aux, serialized_type_name="twell.Aux")
 
 
 class Made(NamedTuple):
@@ -89,13 +84,6 @@ class Call(NamedTuple):
         return self.how.activation
 
 
-def _range_of(call: Call, layer: Layer, route: Route, *rest: Any) -> nvtx.Context:
-    """Return the profiler's range of a routed call."""
-    dtype, (n, k) = str(layer.tokens.dtype).removeprefix("torch."), layer.w_down.shape[::-1]
-    return nvtx.range(call.name, m=tokens_of(layer.tokens), k=k, n=n, dtype=dtype, strategy=route.name)
-
-
-@nvtx.marked(_range_of)
 def run(call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | None) -> Tensor | tuple[Tensor, Aux]:
     """Compute ``layer`` as ``route`` says. The operators find the layer's ``AutoStrategy`` by ``site``, if given."""
     tokens = layer.tokens
@@ -244,8 +232,7 @@ def dense_aux(hidden: Tensor, gate: Tensor, activation: Activation, nonzeros: Te
 
 
 def per_token(l1: Any, nonzeros: Any, tokens: int) -> Aux:
-    # an exported graph has no guard for the case of no tokens, and takes max(tokens, 1) for tokens
-    least: Any = torch.full_like(nonzeros, tokens).clamp(min=1) if modes.exporting() else max(tokens, 1)
+    least = max(tokens, 1)
     return Aux(l1 / least, nonzeros.float() / least)
 
 
@@ -256,7 +243,7 @@ def copies_down(w_down: Tensor) -> bool:
 
 def settled(call: Call, layer: Layer, route: Route, chosen: bool) -> Tensor | None:
     """y of a plain call, whose kind is known then; None of a call that must not or cannot be."""
-    if route.measurement is not None or nvtx.ON or modes.capturing(layer.x):
+    if route.measurement is not None or modes.capturing(layer.x):
         return None
     if isinstance(call.activation.threshold, Tensor):
         return None

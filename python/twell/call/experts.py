@@ -8,7 +8,7 @@ from twell import ops
 from twell.base.activation import ActivationName, activation_of
 from twell.base.arguments import require, require_flag
 from twell.call.admission import needing_grad, require_alike, strided
-from twell.call.quantised import in_16_bits, is_quantised, of_blocks, records, scaled
+from twell.call.quantised import is_quantised, records, scaled
 from twell.choose.plan import PACKED_DTYPES, Facts, unpackable
 from twell.ops.experts import Experts, dense, require_how
 from twell.ops.float8 import Float8
@@ -82,12 +82,9 @@ def sparse_experts(
     quantised = is_quantised(x, matrices)
     if shared is not None:
         _require_shared(shared, w_gate, invariant, quantised)
-    if quantised and of_blocks(matrices := records(_NAME, matrices)):
-        x, matrices = in_16_bits(_NAME, x, matrices)
-        quantised = False
     if quantised:
         t = {}
-        operands = scaled(_NAME, x, matrices, w_gate is not None, routes=(expert_ids, weights))
+        operands = scaled(_NAME, x, records(_NAME, matrices), w_gate is not None, routes=(expert_ids, weights))
     else:
         named = Layer(x, *matrices).named(w_gate is not None)
         t = strided(_NAME, {**named, **dict(zip(_SHARED, shared or ()))}, Layer._fields[4:7])

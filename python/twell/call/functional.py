@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from twell.call.choice import choice_of
 from twell.call.execution import NOTHING, Aux, Call, Extra, copies_down
 from twell.call.packed import PackedTwell
 from twell.call.plain import overridden
-from twell.call.quantised import in_16_bits, is_quantised, of_blocks, records
+from twell.call.quantised import is_quantised, records
 from twell.choose.cards import imposed_on_call
 from twell.choose.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
 from twell.choose.site import AutoStrategy, enroll, found, tokens_of, without_site
@@ -31,60 +31,8 @@ from twell.runtime import geometry, modes
 from twell.runtime.log import info_once, warn_once
 from twell.runtime.modes import PLAIN_TENSORS
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 Strategy = Literal["auto", "dense", "row", "union"]
 PlainActivation = Literal[ActivationName, "topk", "batchtopk"]
-
-
-class _Options(TypedDict, total=False):
-    """The options of both functions, for their overloads."""
-
-    b_up: Tensor | None
-    b_down: Tensor | None
-    threshold: float | Tensor
-    strategy: Strategy | AutoStrategy
-    invariant: bool
-    compression: int
-    main_grads: Sequence[Tensor | None] | None
-    fast_accum: bool
-
-
-class _PlainOptions(_Options, total=False):
-    activation: PlainActivation
-    k: float | None
-    bandwidth: float | None
-    counts: Tensor | None
-
-
-class _GatedOptions(_Options, total=False):
-    activation: ActivationName
-    b_gate: Tensor | None
-
-
-@overload
-def sparse_gated_ffn(
-    x: Tensor | Float8,
-    w_gate: Tensor | Float8,
-    w_up: Tensor | Float8,
-    w_down: Tensor | Float8,
-    *,
-    return_aux: Literal[False] = False,
-    **options: Unpack[_GatedOptions],
-) -> Tensor: ...
-
-
-@overload
-def sparse_gated_ffn(
-    x: Tensor | Float8,
-    w_gate: Tensor | Float8,
-    w_up: Tensor | Float8,
-    w_down: Tensor | Float8,
-    *,
-    return_aux: Literal[True],
-    **options: Unpack[_GatedOptions],
-) -> tuple[Tensor, Aux]: ...
 
 
 def sparse_gated_ffn(
@@ -104,7 +52,7 @@ def sparse_gated_ffn(
     main_grads: Sequence[Tensor | None] | None = None,
     return_aux: bool = False,
     fast_accum: bool = True,
-) -> Tensor | tuple[Tensor, Aux]:
+) -> Any:
     """``(relu(x @ w_gate^T + b_gate) * (x @ w_up^T + b_up)) @ w_down^T + b_down``, on the non-zeros of the gate.
 
     ReLU, or another ``activation`` of its family.
@@ -126,8 +74,8 @@ def sparse_gated_ffn(
             dense, whatever the strategy.
         strategy: how the call runs. "row" reads the weight rows of each token's non-zeros. "union" works on tiles of
             128 tokens and the neurons that any token of a tile fires. Both are the same where a gradient will be
-            needed, and for few tokens in one pass; where none will be, every named strategy runs float32 and float64
-            dense, which is logged once at INFO. "dense" is plain PyTorch, for any size and any dtype of F.linear.
+            needed, and for few tokens in one pass; every named strategy runs float32 and float64 dense, which is logged
+            once at INFO. "dense" is plain PyTorch, for any size and any dtype of F.linear.
             "auto" takes the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It
             keeps nothing between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do,
             chooses by measured sparsity. It may screen: it runs "union", but computes a gate only where a product in
@@ -167,14 +115,14 @@ def sparse_gated_ffn(
     ones as dense PyTorch's at any sparsity, and the same bits in every run. For backward a call keeps its operands and
     the gate in the hybrid format of ``cute_kernels/geometry.py``, at most 1.0 KB per token at N = 5632.
 
-    All operands may be DTensors of one mesh. w_gate and w_up sharded on dimension 0 and w_down on dimension 1 divide
-    the neurons; x sharded on a leading dimension divides the tokens. Then y and ``aux`` are DTensors, Partial where
-    they are sums over ranks; ``twell.call.sharding`` has the rules.
+    All operands may be DTensors of a mesh of one dimension that divides the neurons: w_gate and w_up sharded on
+    dimension 0 and w_down on dimension 1. Then y and ``aux`` are DTensors, Partial as sums over ranks;
+    ``twell.call.sharding`` has the rules.
 
     "auto" is "dense", with PyTorch's derivatives, under transforms of torch.func (grad, jvp, vmap and those made of
-    them), for operands with a forward-mode tangent, and under torch.export where a gradient is needed. Named sparse
-    strategies raise NotImplementedError there; export them under ``torch.no_grad()``. An operand of a class, or a
-    TorchFunctionMode, that overrides PyTorch's operators makes a call dense, after a warning.
+    them), for operands with a forward-mode tangent, and under torch.export. Named sparse strategies raise
+    NotImplementedError there. An operand of a class, or a TorchFunctionMode, that overrides PyTorch's operators makes a
+    call dense, after a warning.
 
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
@@ -188,33 +136,8 @@ def sparse_gated_ffn(
     weights, biases = (w_gate, w_up, w_down), (b_gate, b_up, b_down)
     if is_quantised(x, weights):
         _require_inference(main_grads, return_aux, kind)
-        weights = records("sparse_gated_ffn", weights)
-        if not of_blocks(weights):
-            return run_scaled(sparse_gated_ffn, x, weights, biases, how)
-        x, weights = in_16_bits("sparse_gated_ffn", x, weights)
+        return run_scaled(sparse_gated_ffn, x, records("sparse_gated_ffn", weights), biases, how)
     return run(sparse_gated_ffn, Layer(x, *weights, *biases), how, main_grads, return_aux)
-
-
-@overload
-def sparse_ffn(
-    x: Tensor | Float8,
-    w_up: Tensor | Float8,
-    w_down: Tensor | Float8,
-    *,
-    return_aux: Literal[False] = False,
-    **options: Unpack[_PlainOptions],
-) -> Tensor: ...
-
-
-@overload
-def sparse_ffn(
-    x: Tensor | Float8,
-    w_up: Tensor | Float8,
-    w_down: Tensor | Float8,
-    *,
-    return_aux: Literal[True],
-    **options: Unpack[_PlainOptions],
-) -> tuple[Tensor, Aux]: ...
 
 
 def sparse_ffn(
@@ -235,7 +158,7 @@ def sparse_ffn(
     k: float | None = None,
     bandwidth: float | None = None,
     counts: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Aux]:
+) -> Any:
     """``relu(x @ w_up^T + b_up) @ w_down^T + b_down``, on the non-zeros of the hidden state.
 
     w_up is [N, K], w_down [K, N], b_up [N], b_down [K], main_grads (main_up, main_down). The activation "drelu" needs a
@@ -280,10 +203,7 @@ def sparse_ffn(
         if choice is not None or counts is not None:
             raise NotImplementedError("e4m3 weights take no batchtopk, bandwidth or counts, got one of them")
         _require_inference(main_grads, return_aux, kind)
-        weights = records("sparse_ffn", weights)
-        if not of_blocks(weights):
-            return run_scaled(sparse_ffn, x, weights, biases, how)
-        x, weights = in_16_bits("sparse_ffn", x, weights)
+        return run_scaled(sparse_ffn, x, records("sparse_ffn", weights), biases, how)
     return run(sparse_ffn, Layer(x, *weights, *biases), how, main_grads, return_aux, extra)
 
 
@@ -300,7 +220,7 @@ def sparse_up_down(
     strategy: Strategy | AutoStrategy = "auto",
     compression: int = 8,
     return_aux: bool = False,
-) -> Tensor | tuple[Tensor, Aux]:
+) -> Any:
     """``(relu(gate) * (x @ w_up^T + b_up)) @ w_down^T + b_down``, on the non-zeros of a gate that is given.
 
     It is ``twell.sparse_gated_ffn`` behind the gate projection, for gates that come from elsewhere: a projection with
@@ -323,7 +243,7 @@ def sparse_up_down(
     the gate is. For backward a call keeps its operands and the gate in the hybrid format.
 
     All operands are of one dtype and on one device, as in ``twell.sparse_gated_ffn``. Tensors that override PyTorch's
-    operators, DTensors, transforms of torch.func and exports with gradients run dense by "auto"; a named strategy
+    operators, DTensors, transforms of torch.func and exports run dense by "auto"; a named strategy
     raises NotImplementedError in the latter two. Raises TypeError, ValueError or NotImplementedError naming what was
     got and expected.
     """
@@ -577,10 +497,8 @@ def _gathered(facts: Facts, operands: Mapping[str, Tensor], layer: Layer) -> Fac
         k=k,
         dtype=x.dtype,
         device=x.device.type,
-        needing=tuple(needing_grad(operands)),
         transformed=modes.transform_of(operands, facts.training),
         overridden=overridden(operands) or ("DTensors" if gives and sharded(operands) else ""),
-        onnx=modes.to_onnx(),
         exporting=modes.exporting(),
         tracing=modes.tracing(tokens_of(x)),
         sliced=not gives,
@@ -595,7 +513,7 @@ def _say(facts: Facts, route: Route) -> None:
         got = f"{facts.overridden} may make something else of PyTorch's operators than the sparse kernels do"
         warn_once(f"{facts.name} runs dense: {got}")
     elif facts.strategy != "auto" or facts.invariant:
-        info_once("inference in float32 and float64 runs dense, whatever strategy was named")
+        info_once("float32 and float64 run dense, whatever strategy was named")
 
 
 def _chosen(call: Call, layer: Layer, site: AutoStrategy | None, route: Route) -> Route:

@@ -1,6 +1,6 @@
 """Calls of the functions on e4m3 weights: checks of operands."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,18 @@ def is_quantised(x: Any, weights: Sequence[Any]) -> bool:
 
 
 def records(name: str, weights: Sequence[Any]) -> tuple[Any, ...]:
-    """The weights of ``run``, with their records checked."""
-    return tuple(
-        checked(f"{name}: {argument}", weight) if isinstance(weight, Float8) else weight
-        for argument, weight in _named(weights)
-    )
+    """The weights of ``run``, with their records checked; NotImplementedError for scales of blocks."""
+    found = []
+    for argument, weight in _named(weights):
+        if isinstance(weight, Float8):
+            weight = checked(f"{name}: {argument}", weight)
+            if weight.granularity == "block":
+                instead = "give it dequantize(torch.bfloat16)"
+                raise NotImplementedError(
+                    f"{name}: {argument} must have scales by row or tensor, got blocks: {instead}"
+                )
+        found.append(weight)
+    return tuple(found)
 
 
 def _tokens(name: str, x: Float8) -> Float8:
@@ -41,18 +48,6 @@ def _tokens(name: str, x: Float8) -> Float8:
     if scale.shape != tokens:
         raise ValueError(f"{name}: scale of x must be {list(tokens)}, one for each token, got {list(x.scale.shape)}")
     return Float8(values, scale.float())
-
-
-def of_blocks(weights: Iterable[Any]) -> bool:
-    """Whether a weight has scales by blocks, for which there are no kernels: calls are of 16 bits then."""
-    return any(isinstance(weight, Float8) and weight.granularity == "block" for weight in weights)
-
-
-def in_16_bits(name: str, x: Any, weights: Sequence[Any]) -> tuple[Any, Any]:
-    """x and the weights, those in e4m3 dequantised to bfloat16."""
-    x = _tokens(name, x) if isinstance(x, Float8) else x
-    x, *made = (given.dequantize(torch.bfloat16) if isinstance(given, Float8) else given for given in (x, *weights))
-    return x, tuple(made)
 
 
 def admitted(

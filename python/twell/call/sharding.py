@@ -1,34 +1,20 @@
-"""Layers on DTensors.
+"""Layers on DTensors, whose neurons a mesh of one dimension divides.
 
-A layer
-    ``ffn`` runs ``sparse_gated_ffn`` or ``sparse_ffn`` on the local parts of DTensors. Each dimension of the mesh
-    divides neurons, tokens or nothing, as the placements of the operands say:
+``ffn`` runs ``sparse_gated_ffn`` or ``sparse_ffn`` on the local parts: gate and up Shard(0), down Shard(1), b_gate and
+b_up Shard(0), x and b_down Replicate. Operands placed otherwise are redistributed first, as DTensor does for
+``nn.Linear``: tokens sharded over ranks are gathered, and their gradient is scattered. y and the figures of ``Aux`` are
+Partial. Gradients follow: that of x is Partial. Only one rank adds b_down to y, but every rank has its whole gradient.
 
-    ========  =================  ==============  =================  ============  ==============  ===========
-    on it     x                  gate, up        down               b_gate, b_up  b_down          y
-    ========  =================  ==============  =================  ============  ==============  ===========
-    neurons   Replicate          Shard(0)        Shard(1)           Shard(0)      Replicate       Partial
-    tokens    Shard(any but K)   Replicate       Replicate          Replicate     Replicate       Shard, as x
-    nothing   Replicate          Replicate       Replicate          Replicate     Replicate       Replicate
-    ========  =================  ==============  =================  ============  ==============  ===========
-
-    A dimension divides neurons if any weight is sharded on it, in whatever way; else tokens, if x is sharded on one of
-    its leading dimensions; else nothing. Operands placed otherwise are redistributed first, as DTensor does for
-    ``nn.Linear``: tokens sharded over ranks that divide neurons are gathered, and their gradient is scattered. The two
-    figures of ``Aux`` are sums over neurons and means over tokens. They are Partial on the first two kinds of
-    dimension, weighted by each rank's number of tokens. Gradients follow: a Replicate operand beside sharded ones has a
-    Partial gradient. Only one rank adds b_down to y, but every rank has its whole gradient.
-
-    Where neurons are divided, each rank packs its own, numbered from 0, in tiles of 256. A packed tensor of the whole
-    does not exist, and nothing is communicated before y. Rules for the operators in between would have to promise
-    shapes that follow from no global shape (tiles, unions, capacities), so there is one rule for the whole block. An
-    ``AutoStrategy`` sees the local problem alone: every rank measures its own neurons and may choose another strategy
-    than its neighbours. The collectives lie outside and are the same for all.
+Each rank packs its own neurons, numbered from 0, in tiles of 256. A packed tensor of the whole does not exist, and
+nothing is communicated before y. Rules for the operators in between would have to promise shapes that follow from no
+global shape (tiles, unions, capacities), so there is one rule for the whole block. An ``AutoStrategy`` sees the local
+problem alone: every rank measures its own neurons and may choose another strategy than its neighbours. The collectives
+lie outside and are the same for all.
 
 Operators have no rules: torch refuses DTensors for them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -37,7 +23,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from twell.choose.site import tokens_of
 from twell.runtime import modes
 
 # the dimension of each operand that counts neurons
@@ -60,35 +45,30 @@ def ffn(
 
     ``operands``: those present, by name, of the right global shapes. ``dense``: whether any number of neurons will do.
     Raises TypeError if an operand is not a DTensor, ValueError for different meshes and for shares of neurons that the
-    kernels do not take.
+    kernels do not take, NotImplementedError for weights that no rank has a share of, and for more mesh dimensions.
     """
     tensors, mesh = require_dtensors(name, operands)
-    work = [_divides(tensors, mesh_dim) for mesh_dim in range(mesh.ndim)]
+    placed = {argument: tensors[argument].placements for argument in WEIGHTS if argument in tensors}
+    if mesh.ndim != 1 or not any(_sharded(placements[0]) for placements in placed.values()):
+        what = "DTensors must be of a mesh of one dimension, over which a weight is sharded"
+        raise NotImplementedError(f"{name}: {what}, got weights {placed} of {mesh}")
     if not dense:
-        require_shares(name, tensors["w_up"].shape[0], [mesh.size(i) for i, w in enumerate(work) if w == "neurons"])
+        require_shares(name, tensors["w_up"].shape[0], mesh.size())
     x = tensors["x"]
     arguments: dict[str, Any] = {}
     for argument, tensor in tensors.items():
-        rules = [_rule(argument, w, x.placements[i]) for i, w in enumerate(work)]
-        arguments[argument] = _local(tensor, *map(tuple, zip(*rules)))
-    if "b_down" in arguments and not all(mesh.get_local_rank(i) == 0 for i, w in enumerate(work) if w == "neurons"):
+        own: Placement = Shard(NEURONS[argument]) if argument in NEURONS else Replicate()
+        arguments[argument] = _local(tensor, (own,), (Partial(),) if argument == "x" else (own,))
+    if "b_down" in arguments and mesh.get_local_rank() != 0:
         arguments["b_down"] = _Elsewhere.apply(arguments["b_down"])  # type: ignore[no-untyped-call]
     result = local(**arguments, return_aux=return_aux, **options)
     y, aux = result if return_aux else (result, None)
-    partial, replicate = Partial(), Replicate()
-    placements = tuple(
-        partial if w == "neurons" else x.placements[i] if w == "tokens" else replicate for i, w in enumerate(work)
-    )
-    whole = DTensor.from_local(y, mesh, placements, run_check=False, shape=x.shape, stride=_contiguous(x.shape))
+    partial = (Partial(),)
+    whole = DTensor.from_local(y, mesh, partial, run_check=False, shape=x.shape, stride=_contiguous(x.shape))
     if aux is None:
         return whole, None
-    tokens, mine = tokens_of(x), tokens_of(arguments["x"])
-    sums = [replicate if w == "nothing" else partial for w in work]
-    l1, l0 = (figure if mine == tokens else figure * (mine / max(tokens, 1)) for figure in aux)
-    return whole, (
-        DTensor.from_local(l1, mesh, sums, run_check=False),
-        DTensor.from_local(l0, mesh, sums, run_check=False),
-    )
+    l1, l0 = (DTensor.from_local(figure, mesh, partial, run_check=False) for figure in aux)
+    return whole, (l1, l0)
 
 
 def require_dtensors(name: str, operands: Mapping[str, Tensor]) -> tuple[dict[str, DTensor], DeviceMesh]:
@@ -143,26 +123,6 @@ def _sharded(placement: Placement) -> bool:
     return not (placement.is_replicate() or placement.is_partial())
 
 
-def _divides(tensors: Mapping[str, DTensor], mesh_dim: int) -> str:
-    """Return what a dimension of the mesh divides: "neurons", "tokens" or "nothing"."""
-    if any(_sharded(tensors[argument].placements[mesh_dim]) for argument in WEIGHTS if argument in tensors):
-        return "neurons"
-    x = tensors["x"]
-    placement = x.placements[mesh_dim]
-    return "tokens" if isinstance(placement, Shard) and placement.dim % x.dim() < x.dim() - 1 else "nothing"
-
-
-def _rule(argument: str, work: str, x: Placement) -> tuple[Placement, Placement]:
-    """Placements of an operand and of its gradient on a dimension of the mesh that divides ``work``."""
-    if work == "neurons":
-        if argument in NEURONS:
-            return Shard(NEURONS[argument]), Shard(NEURONS[argument])
-        return Replicate(), Partial() if argument == "x" else Replicate()
-    if work == "tokens":
-        return (x, x) if argument == "x" else (Replicate(), Partial())
-    return Replicate(), Replicate()
-
-
 def _local(tensor: DTensor, placements: tuple[Placement, ...], gradient: tuple[Placement, ...]) -> Tensor:
     """The local part of ``tensor``, redistributed to ``placements``; differentiable."""
     if tensor.placements != placements:
@@ -215,17 +175,14 @@ class _Elsewhere(torch.autograd.Function):
         return gradient
 
 
-def require_shares(name: str, n: int, ranks: Sequence[int]) -> None:
-    """Raise ValueError unless torch.chunk over ``ranks``, one mesh dimension after the other, gives sparse layers."""
-    shares = {n}
-    for count in ranks:
-        step = {share: -(-share // count) for share in shares}
-        shares = {max(0, min(step[share], share - i * step[share])) for share in shares for i in range(count)}
+def require_shares(name: str, n: int, ranks: int) -> None:
+    """Raise ValueError unless torch.chunk of ``n`` neurons over ``ranks`` gives sparse layers."""
+    step = -(-n // ranks)
+    shares = {max(0, min(step, n - i * step)) for i in range(ranks)}
     if any(share == 0 or share % MULTIPLE for share in shares):
-        over = " x ".join(map(str, ranks)) or "1"
         raise ValueError(
             f"{name}: each rank's share of the neurons must be a positive multiple of {MULTIPLE} for the sparse "
-            f'kernels, got N = {n} over {over} ranks: {sorted(shares)} each; strategy="dense" takes any'
+            f'kernels, got N = {n} over {ranks} ranks: {sorted(shares)} each; strategy="dense" takes any'
         )
 
 

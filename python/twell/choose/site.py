@@ -2,13 +2,13 @@
 
 A call at the site asks ``begin`` for its ``Route``. On a schedule the route has a ``Measurement``: counts that the
 kernels write anyway are summed on the device and copied to pinned memory. The first call that finds them arrived
-decides again. The host never waits. Sites that were first called in one step take turns at measuring. ``rates.decide``
-holds the rules, this file the memory.
+decides again. The host never waits. ``rates.decide`` holds the rules, this file the memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import threading
 import weakref
@@ -36,16 +36,9 @@ Screen = Literal["auto", "off"]
 
 # Measurements whose largest decides how many non-zeros training keeps room for.
 _RECENT = 8
-# Layers of a model that measure in one step, unless it has more than this many times ``_MOST_TURNS``: a call that
-# measures costs the host several times as much as another.
-_AT_ONCE = 2
-# A power of two, as periods are, so that layers whose turns differ never meet.
-_MOST_TURNS = 32
 # Calls that wait for the host are measured so much more seldom: one that measures takes 540 us of it, another 35 (H200,
 # 64 tokens at 2,048 / 5,632), and a worse choice costs little.
 _SELDOM = 8
-# Transfers that share an allocation of pinned memory, which takes the driver up to milliseconds.
-_SHARING = 128
 
 
 def require_screen(screen: object) -> None:
@@ -54,26 +47,12 @@ def require_screen(screen: object) -> None:
         raise ValueError(f'screen must be "auto" or "off", got {screen!r}')
 
 
-_rows: list[Tensor] = []
-# of what sites share
-_shared_lock = threading.Lock()
-
-
-def _pinned() -> Tensor:
-    """A row of pinned memory, as long as ``Figures``. Memory is freed when the last of those who share it is done."""
-    shape = _SHARING, len(rates.Figures._fields)
-    with _shared_lock:
-        if not _rows:
-            with torch.inference_mode(False):
-                _rows.extend(torch.empty(shape, dtype=torch.int64, pin_memory=True, device="cpu"))
-        return _rows.pop()
-
-
 class Transfer:
-    """At most as many integers as there are ``Figures``, on their way from a GPU to the host."""
+    """A few integers on their way from a GPU to the host."""
 
     def __init__(self, values: Tensor) -> None:
-        self._host = _pinned()[: len(values)]
+        # torch keeps and reuses such memory
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
         self._host.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(values.device))
@@ -202,32 +181,6 @@ class _Pass:
     """A forward pass whose backward pass has not run yet."""
 
 
-class _Turns:
-    """The sites that were first called in one step, as far as they tell: before the first of them was called again."""
-
-    def __init__(self, first: AutoStrategy) -> None:
-        self._first, self._calls, self._sites, self.number = weakref.ref(first), first.calls(), 0, 1
-
-    def add(self) -> int:
-        """Add a site and return its turn, below ``number`` or, of more sites than have turns, modulo it."""
-        turn = self._sites // _AT_ONCE
-        self._sites, self.number = self._sites + 1, min(1 << turn.bit_length(), _MOST_TURNS)
-        return turn
-
-    @staticmethod
-    def of(site: AutoStrategy) -> tuple[_Turns, int]:
-        """The sites with which this one, which is called for the first time, takes turns, and its own turn."""
-        global _latest
-        with _shared_lock:
-            first = None if _latest is None else _latest._first()
-            if _latest is None or first is None or first.calls() != _latest._calls + 1:
-                _latest = _Turns(site)
-            return _latest, _latest.add()
-
-
-_latest: _Turns | None = None
-
-
 class AutoStrategy:
     """The strategy of a call site, chosen from measurements: pass one object as ``strategy`` at every call of the site.
 
@@ -236,11 +189,10 @@ class AutoStrategy:
     two of tokens. It is the cheapest by ``twell.choose.rates.decide``, from measured times and from the non-zeros of
     earlier calls. These reach the host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each
     ``period``-th, a power of two, decide again and measure; to learn the unions, such a call runs "union" in place of
-    "row". The first call that finds the figures arrived decides, too. More than two layers take turns, two in a step:
-    of 28 layers each is measured first at a call below 16, then 16, 32 and 64 calls later. Before the first figures,
-    inference takes a sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at
-    INFO; ``twell.explain`` shows choices, reasons and figures. Calls that take the GPU less time than the host have
-    eight times that period.
+    "row". The first call that finds the figures arrived decides, too. Before the first figures, inference takes a
+    sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
+    ``twell.explain`` shows choices, reasons and figures. Calls that take the GPU less time than the host have eight
+    times that period.
 
     ``screen`` says whether "union" may compute a gate only where an int8 product and its bound say that it may fire:
     "auto", where measured figures say that it pays, or "off", never. It may be set at any time. ``explain`` calls such
@@ -256,14 +208,13 @@ class AutoStrategy:
     is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph keeps the strategy that the figures
     before its capture choose, by the GPU's time alone; without figures one of up to 512 tokens that are not one pass is
     dense. A compiled graph that trains keeps its strategy, too. Neither measures, so make them after some calls, or
-    name the strategy. A compiled, traced or exported graph without gradients has the choice inside if it was made on a
-    GPU, since on a CPU it is dense: it calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's
-    first weight, counts, measures and chooses each time it runs. Where there is no site, as in a program loaded by
-    another process, it gets a new one. Under activation checkpointing, training keeps its choice until the backward
-    pass is through, so that the recomputation runs the strategy of the forward pass; the recomputation neither counts
-    as a call nor measures.
+    name the strategy. A compiled or traced graph without gradients has the choice inside if it was made on a GPU, since
+    on a CPU it is dense: it calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first
+    weight, counts, measures and chooses each time it runs. Where there is no site, it gets a new one. Under activation
+    checkpointing, training keeps its choice until the backward pass is through, so that the recomputation runs the
+    strategy of the forward pass; the recomputation neither counts as a call nor measures.
 
-    Copying and pickling keep choices and figures.
+    A copy, and one that was pickled, starts anew.
     """
 
     def __init__(self, *, period: int = 64, screen: Screen = "auto") -> None:
@@ -277,12 +228,7 @@ class AutoStrategy:
         # by kind and tokens
         self._captures: dict[tuple[bool, int], rates.Decision] = {}
         self._graph = _Graph(*rates.UNTRAINED[:2])
-        self._connect()
-
-    def _connect(self) -> None:
         self._lock = threading.Lock()
-        self._turns: _Turns | None = None
-        self._turn = 0
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
         self._pending: dict[tuple[bool, int], _Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
@@ -296,21 +242,8 @@ class AutoStrategy:
         for each in self._buckets.values() if bucket is None else (bucket,):
             each.version += 1
 
-    def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "period": self.period,
-                "_screen": self._screen,
-                "_layer": self._layer,
-                "_buckets": {key: dataclasses.replace(bucket) for key, bucket in self._buckets.items()},
-                "_captures": dict(self._captures),
-                # a graph belongs to the original
-                "_graph": dataclasses.replace(self._graph, traced=False),
-            }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._connect()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(AutoStrategy, period=self.period, screen=self._screen), ()
 
     def __repr__(self) -> str:
         screen = "" if self.screens else f", screen={self._screen!r}"
@@ -340,15 +273,6 @@ class AutoStrategy:
                 # it is traced again
                 self._graph.strategy, self._graph.reason = "union", "the screen was switched off"
 
-    def _move(self, card: cards.Card) -> None:
-        """Decide by another card from now on."""
-        with self._lock:
-            if any(bucket.decision is not None for bucket in self._buckets.values()):
-                for bucket in self._buckets.values():
-                    bucket.decision = None
-                self._forget_routes()
-            self._card = card
-
     def begin(
         self,
         x: Tensor,
@@ -367,13 +291,11 @@ class AutoStrategy:
         sizes = (tokens_of(x), x.shape[-1], n, gated, training, down_copied, merged)
         problem = rates.Problem(*sizes, not capturing, float8, one_pass)
         holder = self if training and modes.checkpointed() else None
-        if real and (card := cards.in_use(x.device)) is not self._card:
-            self._move(card)
+        if real:
+            self._card = cards.in_use(x.device)
         if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
             strategy, held = self._peek(problem, record=capturing)
             return route_of(strategy, None, holder, held)
-        if self._turns is None:
-            self._turns, self._turn = _Turns.of(self)
         with self._lock:
             call, decision, due = self._count(problem)
             key, strategy = _key(problem), decision.strategy
@@ -406,11 +328,6 @@ class AutoStrategy:
                 return False
             bucket.calls += 1
             return True
-
-    def uncount(self, bucket: Bucket) -> None:
-        """Take back what ``counted`` counted, for a call that begins again."""
-        with self._lock:
-            bucket.calls -= 1
 
     def heeds(self, x: Tensor) -> bool:
         """Whether a call on ``x`` counts and may be measured: always, except where a subclass knows better."""
@@ -534,12 +451,8 @@ class AutoStrategy:
         if bucket.decision is not None and bucket.decision.final:
             return False
         period = self.period * (_SELDOM if rates.waits_for_host(bucket.problem) else 1)
-        turns = 1 if self._turns is None else min(self._turns.number, period)
-        since = bucket.calls - self._turn % turns
-        if since < period:
-            rounds = since // turns
-            return since == rounds * turns and rounds >= 0 and rounds & (rounds - 1) == 0
-        return since % period == 0
+        calls = bucket.calls
+        return calls & (calls - 1) == 0 if calls < period else calls % period == 0
 
     def _best(
         self, problem: rates.Problem, figures: rates.Figures | None, current: str | None = None

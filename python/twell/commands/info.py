@@ -29,7 +29,6 @@ VARIABLES: dict[str, Callable[[], object]] = {
     "TWELL_CACHE_DIR": env.cache_dir,
     "TWELL_LOG": lambda: logging.getLevelName(level).lower() if (level := env.log_level()) is not None else "unset",
     "TWELL_VLLM": lambda: "auto" if env.vllm() else "off",
-    "TWELL_NVTX": lambda: int(env.nvtx()),
     "TWELL_DEBUG": lambda: int(env.debug()),
 }
 

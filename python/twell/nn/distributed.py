@@ -106,7 +106,7 @@ class SparseMLPParallel(ParallelStyle):
         if isinstance(module.down_proj.weight, DTensor):
             raise ValueError(f"{name}: the module must hold plain parameters, got {module.down_proj.weight.placements}")
         if module.strategy != "dense":
-            sharding.require_shares(name, module.intermediate, [device_mesh.size()])
+            sharding.require_shares(name, module.intermediate, device_mesh.size())
 
         source = self.src_data_rank
         module._laid.put_back()

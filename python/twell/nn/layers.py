@@ -463,7 +463,7 @@ class SparseGatedMLP(SparseFFN):
     ``twell.sparse_gated_ffn`` and may be set at any time, the threshold to a tensor, too; the state dict holds none of
     them. With "auto" the module has its own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls;
     ``twell.explain`` shows it. ``screen``, "auto" or "off", is its, or that of an ``AutoStrategy`` that was given as
-    ``strategy``; None leaves it. A named strategy stays, except that inference in float32 and float64 runs dense.
+    ``strategy``; None leaves it. A named strategy stays, except that float32 and float64 run dense.
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
     tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has the
     attribute ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from twell.base.activation import Activation
 from twell.choose.plan import Route
 from twell.choose.site import AutoStrategy, Bucket
-from twell.runtime import modes, nvtx
+from twell.runtime import modes
 from twell.runtime.program import kept
 
 # Entries of a site, and of all named strategies together.
@@ -92,7 +92,7 @@ def known(operands: Sequence[Any], how: How) -> Tensor | None:
     if x is None or operands[3] is None or not x.is_cuda:
         return None
     made = memory.get(_key(x, operands[3], pattern, training, how))
-    if made is None or not modes.undisturbed() or modes.profiling() or nvtx.ON or modes.capturing(x):
+    if made is None or not modes.undisturbed() or modes.profiling() or modes.capturing(x):
         return None
     # a recomputation must save what its forward pass saved
     if training and (modes.checkpointed() or modes.in_backward()):
@@ -105,9 +105,6 @@ def known(operands: Sequence[Any], how: How) -> Tensor | None:
         if bucket.version != made.version or not site.heeds(x) or not site.counted(bucket):
             return None
     y: Tensor | None = made.run(*operands)
-    if y is None and bucket is not None:
-        # it begins again
-        how.strategy.uncount(bucket)
     return y
 
 

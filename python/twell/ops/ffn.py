@@ -2,7 +2,7 @@
 
 "auto" chooses by the number of tokens and, with ``site``, by what calls of the layer have measured; such a call may
 measure, too. ``site`` is the first weight as the caller holds it: the layer's ``AutoStrategy`` is found by its memory.
-So one compiled or exported graph is for any number of tokens and for any layer of one kind, keeps choosing, and keeps
+So one compiled graph is for any number of tokens and for any layer of one kind, keeps choosing, and keeps
 nothing of the process that made it. A CUDA graph keeps what ran when it was captured. ``ffn_aux`` also returns the sum
 of |h| and the number of non-zeros.
 
@@ -57,7 +57,7 @@ from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
 from twell.ops.slices import Added, is_sliced, require_sliceable
 from twell.ops.up_down import behind_on_cpu, counters, multiply
-from twell.runtime import geometry, modes, nvtx, specs
+from twell.runtime import geometry, modes, specs
 from twell.runtime.program import Executable, Program, View, allocate, contiguous, kept
 
 _Totals = tuple[Tensor, Tensor | None, Tensor | None]
@@ -191,7 +191,6 @@ def _asked_by(layer: Layer, activation: Activation, fast: bool) -> tuple[int, bo
     return layer.w_down.shape[0], layer.w_up is not None, False, copied, merged, one_pass
 
 
-@nvtx.marked(lambda *_: nvtx.range("ffn"))
 def on_cuda(
     layer: Layer, compression: int, activation: Activation, route: Route, totals: bool, fast: bool = True
 ) -> _Totals:
@@ -290,7 +289,7 @@ def _how(arguments: Sequence[Any]) -> calls.How:
 
 def _settled(layer: Layer, arguments: Sequence[Any], activation: Activation, route: Route) -> Tensor | None:
     """y of a call by ``route``, whose kind is known then; None of one that cannot be."""
-    if nvtx.ON or route.measurement is not None or torch.is_autocast_enabled("cuda"):
+    if route.measurement is not None or torch.is_autocast_enabled("cuda"):
         return None
     turned = layer._replace(w_down=layer.w_down.t())
     run = inference_of(turned, arguments[7], activation, route, merged=True)

@@ -20,8 +20,6 @@ which begins at entry 0, and backward computes the gate and the up projection ag
 
 A layer that runs as slices of neurons (``geometry.neuron_slices``) keeps that of each, one after the other, from
 multiples of 256 bytes on.
-
-On the CPU values may be wider than 16 bits. Then the entries hold none, and the values follow the up projections.
 """
 
 import bisect
@@ -34,7 +32,7 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, threshold_pair
 from twell.choose import tuning
-from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_operands, down_rows
+from twell.ops.library import bias_view, down_rows
 from twell.ops.operands import Gradients, Layer, bias_alone, opened
 from twell.runtime import geometry, specs
 from twell.runtime.program import Program, View
@@ -62,11 +60,6 @@ class Backward(NamedTuple):
     layer: Any
     kept: Any
     activation: Activation
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums over operands of ``dtype``: float32, float64 for float64."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 # Words of which the places of parts are multiples, and of counters behind the popularity.
@@ -104,24 +97,19 @@ def words(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
 def words_of_slice(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
     """The same of neurons that are one slice."""
     m = x.shape[0]
-    return _places(m, n)[1] + geometry.hybrid_words(geometry.hybrid_capacity(m, n, held), _value_bytes(x, gated))
+    return _places(m, n)[1] + geometry.hybrid_words(geometry.hybrid_capacity(m, n, held), 2 * gated)
 
 
 def split(kept: Tensor, x: Tensor, n: int, gated: bool) -> list[tuple[int, int, Tensor, int]]:
-    """(first, end, kept, held) of the slices of ``n`` neurons; ValueError if ``kept`` is not of such a layer.
+    """(first, end, kept, held) of the slices of ``n`` neurons.
 
     held: non-zeros per token for which the ``kept`` of a slice has room, as it is for a layer of its own.
     """
-    if len(kept.shape) != 1:
-        raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
     slices = geometry.neuron_slices(n)
     if len(slices) == 1:
         return [(0, n, kept, 0)]
     # the least for which it has this length, which may be a little less than what it was made for
     held = bisect.bisect_left(range(1, n), len(kept), key=lambda each: words(x, n, gated, each)) + 1
-    expected = words(x, n, gated, held)
-    if len(kept) != expected:
-        raise ValueError(f"kept must be [{expected}] for {x.shape[0]} tokens of {n} neurons, got {list(kept.shape)}")
     found, at = [], 0
     for first, last in slices:
         at = -(-at // _PLACE) * _PLACE
@@ -149,12 +137,8 @@ def require_room(k: int, m: int, n: int, held: int, screen: bool) -> None:
 def capacity_of(x: Tensor | View, n: int, gated: bool, kept: Tensor | View) -> int:
     """The non-zeros for which ``kept``, the gate of ``x`` with ``n`` neurons, has room."""
     m = x.shape[0]
-    room = (kept.shape[0] - _places(m, n)[1]) // geometry.hybrid_words(8, _value_bytes(x, gated)) * 8
+    room = (kept.shape[0] - _places(m, n)[1]) // geometry.hybrid_words(8, 2 * gated) * 8
     return min(room, geometry.hybrid_capacity(m, n))
-
-
-def _value_bytes(x: Tensor | View, gated: bool) -> int:
-    return (gated + (x.dtype.itemsize > 2)) * x.dtype.itemsize
 
 
 def parts(kept: Tensor | View, m: int, n: int) -> Kept:
@@ -192,41 +176,6 @@ def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def check_backward(given: Backward) -> None:
-    """Raise unless the operands of backward fit each other."""
-    dy, dl1, layer, kept, _ = given
-    # on the CPU values may be wider
-    check_operands(layer, wide=True)
-    tokens, (n, k) = layer.tokens, layer.w_down.shape
-    check("dy", dy, (tokens.shape[0], k), tokens.dtype)
-    if dl1 is not None:
-        check("dl1", dl1, (), accumulator(tokens.dtype))
-    if layer.gate is None:
-        check_kept(tokens, n, layer.w_up is not None, kept)
-    else:
-        check_kept_of_slice(tokens, n, layer.w_up is not None, kept)
-
-
-def check_first(first: int, columns: int) -> None:
-    """Raise ValueError unless gradients of weights may be wanted from column ``first`` on."""
-    if first % STRIDE_MULTIPLE or not 0 <= first < max(columns, 1):
-        raise ValueError(f"first must be a multiple of {STRIDE_MULTIPLE} below {columns} columns, got {first}")
-
-
-def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
-    """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
-    if len(kept.shape) != 1:
-        raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
-    for first, last, own, _ in split(kept, x, n, gated):
-        check_kept_of_slice(x, last - first, gated, own)
-
-
-def check_kept_of_slice(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
-    """The same of neurons that are one slice."""
-    held = geometry.hybrid_words(capacity_of(x, n, gated, kept), _value_bytes(x, gated))
-    check("kept", kept, (_places(x.shape[0], n)[1] + held,), torch.int32)
-
-
 def require_offsets(m: int, n: int) -> None:
     """Raise NotImplementedError if places in the entries of ``m`` tokens and ``n`` neurons exceed 32 bits."""
     # backward has two values side by side for each place
@@ -253,20 +202,18 @@ def room_aside(p: Program, dtype: torch.dtype, terms: int) -> View:
     return p.scratch(torch.float32, geometry.sums_aside(tuning.dtype_name(dtype), terms, p.multiprocessors))
 
 
-def values(entries: Tensor, capacity: int, dtype: torch.dtype, count: int) -> Tensor:
-    """A view of the ``count`` values of ``dtype`` per entry that follow the entries: [count, capacity]."""
-    behind = entries[capacity : capacity + capacity * count * dtype.itemsize // 4]
-    return behind.view(dtype).view(count, capacity)
+def values(entries: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
+    """A view of the up projections that follow the entries: [capacity]."""
+    return entries[capacity : capacity + capacity * dtype.itemsize // 4].view(dtype)
 
 
 # On the CPU
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x @ weight^T + bias`` [M, N], summed and returned in ``accumulator``'s dtype."""
-    wide = accumulator(x.dtype)
-    out = x.to(wide) @ weight.to(wide).t()
-    return out if bias is None else out.add_(bias.to(wide))
+    """``x @ weight^T + bias`` [M, N], in float32."""
+    out = x.float() @ weight.float().t()
+    return out if bias is None else out.add_(bias.float())
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -280,7 +227,7 @@ def encode(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
     active = gate != 0
     kept = parts(out.zero_(), m, n)
     kept.popularity.copy_(active.sum(0))
-    total, stored = int(active.sum()), [] if up is None else [up]
+    total = int(active.sum())
     kept.sizes[-1] = min(total, geometry.MOST)
     capacity = capacity_of(gate, n, up is not None, out)
     if total > capacity:
@@ -306,27 +253,22 @@ def encode(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
     starts = F.pad(run.bincount(minlength=tiles * chunks).cumsum(0), (1, 0)).int()
     if tiles:
         kept.chunks.copy_(starts.unfold(0, chunks + 1, chunks))
-    if gate.dtype.itemsize > 2:
-        kept.entries[:total] = word[order].int()
-        stored.append(gate)
-    else:
-        kept.entries[:total] = gate.view(torch.int16)[token, neuron].int() << 16 | word[order].int()
-    behind = values(kept.entries, capacity, gate.dtype, len(stored))
-    for target, dense in zip(behind, stored):
-        target[:total] = dense[token, neuron]
+    kept.entries[:total] = gate.view(torch.int16)[token, neuron].int() << 16 | word[order].int()
+    if up is not None:
+        values(kept.entries, capacity, gate.dtype)[:total] = up[token, neuron]
 
 
 def decode(layer: Layer, given: Tensor, activation: Activation = RELU) -> tuple[Tensor, Tensor | None]:
-    """The gate and the up projection, if there is one, at its non-zeros: dense [M, N] of ``accumulator``'s dtype."""
+    """The gate and the up projection, if there is one, at its non-zeros: dense float32 [M, N]."""
     layer, activation = opened(layer, activation)
     x, w_gate, w_up, w_down, b_gate, b_up, _, gate = layer.unscaled
     tokens, n = layer.tokens, w_down.shape[0]
     m, dtype = tokens.shape[0], tokens.dtype
-    kept, capacity, wide = parts(given, m, n), capacity_of(tokens, n, w_up is not None, given), accumulator(dtype)
+    kept, capacity = parts(given, m, n), capacity_of(tokens, n, w_up is not None, given)
     total = int(kept.sizes[-1])
     if total > capacity:
         before = project(x, w_gate, b_gate).to(dtype) if gate is None else gate
-        gate = activation.after(before, inplace=False).to(wide)
+        gate = activation.after(before, inplace=False).float()
         return gate, None if w_up is None else project(x, w_up, b_up).masked_fill_(gate == 0, 0)
 
     entries, chunks = kept.entries[:total], geometry.chunks(n)
@@ -338,12 +280,10 @@ def decode(layer: Layer, given: Tensor, activation: Activation = RELU) -> tuple[
     neuron = kept.neurons[tile, run % chunks * geometry.CHUNK + (entries & geometry.CHUNK - 1)].long() & 0xFFFF
 
     def dense(at_entries: Tensor) -> Tensor:
-        return torch.zeros(m, n, dtype=wide, device="cpu").index_put_((token, neuron), at_entries[:total].to(wide))
+        return torch.zeros(m, n, device="cpu").index_put_((token, neuron), at_entries[:total].float())
 
-    stored = (w_up is not None) + (dtype.itemsize > 2)
-    behind = values(kept.entries, capacity, dtype, stored)
-    found = dense(behind[-1] if dtype.itemsize > 2 else (entries >> 16).short().view(dtype))
-    return found, None if w_up is None else dense(behind[0])
+    up = None if w_up is None else dense(values(kept.entries, capacity, dtype))
+    return dense((entries >> 16).short().view(dtype)), up
 
 
 def rare(popularity: Tensor) -> Tensor:
@@ -376,7 +316,7 @@ def backward_cpu(given: Backward, out: Gradients, accumulate: bool) -> None:
         return torch.where(again & first.isfinite(), first + rounded(values - first, dtype), first)
 
     def product(coefficients: Tensor, matrix: Tensor) -> Tensor:
-        return coefficients @ matrix.to(coefficients.dtype)
+        return coefficients @ matrix.float()
 
     if out.gate is not None:
         out.gate.copy_(d_gate)

@@ -3,15 +3,14 @@
 h[m, c] = gate[m, c] * (x[m] . w_up[c] + b_up[c]) for the non-zeros of gate = relu(x @ w_gate^T + b_gate), and
 without ``w_up`` h = gate; y = h @ w_down + b_down. This is relu; ``twell.base.activation`` has the others. The gate is
 rounded to x's dtype, and so is h, once. The gate is kept in the hybrid format of ``twell.ops.hybrid``, with room for
-``held`` non-zeros per token on average, or for max(64, N / 36) if ``held`` is 0. Dtypes are bfloat16 and float16, on
-the CPU also float32 and float64.
+``held`` non-zeros per token on average, or for max(64, N / 36) if ``held`` is 0. Dtypes are bfloat16 and float16.
 
 With ``screen`` a GPU computes gates only where an int8 product says that they may be non-zeros. It misses a gate with a
-probability of at most 2^-80, and takes 16-bit values alone.
+probability of at most 2^-80.
 
 x [M, K]; w_gate, w_up and w_down [N, K]; b_gate and b_up [N], b_down [K]. With a given ``gate`` [M, N], before its
 activation, there is neither w_gate nor b_gate, and without w_up neither x nor b_up. ``compression`` is that of words in
-between. y is [M, K]; l1, the sum of |h|, is 0-d float32, or float64 where x is; nonzeros is 0-d int64. ``kept`` int32
+between. y is [M, K]; l1, the sum of |h|, is 0-d float32; nonzeros is 0-d int64. ``kept`` int32
 is for backward, at most 1.0 KB per token at N = 5,632. ``activation`` and ``threshold`` are the layer's.
 """
 
@@ -32,7 +31,6 @@ from twell.ops.library import (
     Shape,
     are_laid,
     bias_view,
-    check_operands,
     down_rows,
     laid,
     new,
@@ -40,17 +38,17 @@ from twell.ops.library import (
 )
 from twell.ops.operands import Form, Gradients, Layer, Views, has_thresholds, opened
 from twell.ops.pack import pack_gate, shapes, stats_shape
-from twell.ops.slices import Added, is_sliced, require_sliceable
-from twell.runtime import geometry, nvtx
+from twell.ops.slices import Added, is_sliced
+from twell.runtime import geometry
 from twell.runtime.program import Executable, Program, View, allocate, contiguous, kept
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def outputs(layer: Layer, held: int) -> Outputs:
-    """Uninitialised y [M, K] of x's dtype, l1 (0-d, float32 or float64), nonzeros (0-d, int64) and kept (int32)."""
+    """Uninitialised y [M, K] of x's dtype, l1 (0-d, float32), nonzeros (0-d, int64) and kept (int32)."""
     tokens, (n, k) = layer.tokens, layer.w_down.shape
-    l1 = tokens.new_empty((), dtype=hybrid.accumulator(tokens.dtype))
+    l1 = tokens.new_empty((), dtype=torch.float32)
     nonzeros = tokens.new_empty((), dtype=torch.int64)
     words = hybrid.words if layer.gate is None else hybrid.words_of_slice
     kept = tokens.new_empty(words(tokens, n, layer.w_up is not None, held), dtype=torch.int32)
@@ -71,14 +69,6 @@ def _grouped(implementation: Callable[..., Outputs]) -> Implementation:
 
 @_grouped
 def _fake(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
-    if screen and layer.gate is not None:
-        raise ValueError("screen must be False with a given gate, got True")
-    check_operands(layer, wide=not screen)
-    activation.level(layer.w_down.dtype)
-    geometry.words_per_tile(compression)
-    require_sliceable(layer.w_down.shape[0], activation)
-    if held < 0:
-        raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
     if activation.k:
         hybrid.require_room(activation.k, len(layer.x), len(layer.w_down), held, screen)
     return outputs(layer, held)
@@ -90,8 +80,7 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
     def every(layer: Layer, *how: Any) -> Outputs:
         x, w_gate, w_up, *_ = layer
         compression, held, activation, screen = how
-        # what does not fit is refused below
-        if w_gate is None or w_gate.dim() != 2 or not is_sliced(n := len(w_gate)):
+        if w_gate is None or not is_sliced(n := len(w_gate)):
             return one(layer, *how)
         y, l1, nonzeros, kept = outputs(layer, held)
         added = Added(y, layer.b_down)
@@ -119,7 +108,7 @@ def _cpu(layer: Layer, compression: int, held: int, activation: Activation, scre
     made = hybrid.project(x, w_gate, b_gate).to(y.dtype) if given is None else given
     gate = activation.after(made, inplace=given is None)
     up = None if w_up is None else hybrid.project(x, w_up, b_up)
-    hidden = activation.hidden(gate.to(l1.dtype), up).masked_fill(gate == 0, 0)
+    hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
     nonzeros.copy_((gate != 0).sum())
     y.copy_(hybrid.project(hidden.to(y.dtype), w_down.t(), b_down))
@@ -130,7 +119,6 @@ def _cpu(layer: Layer, compression: int, held: int, activation: Activation, scre
 @_grouped
 @_by_slices
 def _cuda(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
-    check_operands(layer)
     if not layer.tokens.shape[0]:
         y, l1, nonzeros, kept = outputs(layer, held)
         return y, l1.zero_(), nonzeros.zero_(), kept.zero_()
@@ -243,7 +231,6 @@ class Forward:
             return [p.operand(*shape) for shape in self._figures[:most]]
         return [p.scratch(torch.float32, geometry.token_tiles(m), geometry.training_sums(n))]
 
-    @nvtx.marked(lambda *_: nvtx.range("hybrid_forward"))
     def __call__(self, *layer: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor] | None:
         """y, l1, nonzeros and kept of a layer without scales; None, with nothing launched, for tensors of another form.
 

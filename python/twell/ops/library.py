@@ -10,7 +10,7 @@ from torch import Tensor
 
 from twell.choose import tuning
 from twell.ops.operands import Layer, Scaled, Views
-from twell.runtime import device, modes, nvtx, specs
+from twell.runtime import device, modes, specs
 from twell.runtime.log import warn_once
 from twell.runtime.program import ALIGNMENT, Program, View, launch
 
@@ -29,9 +29,8 @@ LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, T
 ABSENT = LAYER.replace("Tensor x, Tensor w_gate", "Tensor? x, Tensor? w_gate")
 ACTIVATION = 'str activation="relu", float threshold=0.0'
 
-# Dtypes that TwELL stores, and those that the operators of training take on the CPU.
+# Dtypes that TwELL stores.
 STORED_DTYPES = tuple(getattr(torch, name) for name in specs.DTYPES)
-WIDE_DTYPES = (*STORED_DTYPES, torch.float32, torch.float64)
 
 
 def register(
@@ -54,8 +53,7 @@ def register(
     overload = getattr(torch.ops.twell, name).default
     complete = functools.partial(_complete, overload, instead)
     for device_type, implementation in (("CPU", _without_autocast(cpu)), ("CUDA", on_device(cuda))):
-        implementation = nvtx.marked(lambda *_: nvtx.range(name))(complete(implementation))
-        _LIBRARY.impl(name, implementation, device_type)  # type: ignore[no-untyped-call]
+        _LIBRARY.impl(name, complete(implementation), device_type)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"twell::{name}", _on_one_device(name, complete(fake)), lib=_LIBRARY)
     # what ``help`` shows: the docstring of the operator's file
     overload.__doc__ = f"{sys._getframe(1).f_globals['__doc__']}\n{overload._schema}"
@@ -259,14 +257,7 @@ def new(like: Tensor, shapes: Iterable[Shape]) -> list[Any]:
 
 
 def blocks(m: int, size: int) -> int:
-    """ceil(m / size), the length of outputs that have one element per ``size`` tokens.
-
-    Graphs exported for a symbolic ``m`` get a new symbol, whose value comes with the output. torch compares every
-    length with 1, and for an expression of ``m`` that would cut the range of ``m`` at ``size``. torch.compile gets the
-    expression, and makes a graph for each side: with a new symbol it would record no CUDA graph.
-    """
-    if isinstance(m, torch.SymInt) and modes.exporting():
-        return torch.library.get_ctx().new_dynamic_size()
+    """ceil(m / size), the length of outputs that have one element per ``size`` tokens."""
     return -(-m // size)
 
 
@@ -292,17 +283,14 @@ def check_layer(
     b_gate: Tensor | None = None,
     b_up: Tensor | None = None,
     b_down: Tensor | None = None,
-    *,
-    wide: bool = False,
 ) -> None:
     """Raise unless x is [M, K], the weights [N, K], b_gate and b_up [N], b_down [K], where given, all of one dtype.
 
     b_gate may be [2 N], with thresholds behind the biases.
 
-    N is that of the first weight. The dtype is one that TwELL stores, or a wider one if ``wide``. Operators ask this
-    of what they are called with.
+    N is that of the first weight. The dtype is one that TwELL stores. Operators ask this of what they are called with.
     """
-    check_matrix("x", x, WIDE_DTYPES if wide else STORED_DTYPES)
+    check_matrix("x", x)
     dtype, k, n = x.dtype, x.shape[1], -1
     for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
         if weight is None:
@@ -319,13 +307,13 @@ def check_layer(
             check(name, bias, (2 * n if both else length,), dtype)
 
 
-def check_operands(layer: Layer, wide: bool = False) -> None:
+def check_operands(layer: Layer) -> None:
     """Raise unless the operands of a layer without scales, or those behind a given gate and it, fit each other."""
     x, w_gate, w_up, w_down, _, b_up, b_down, gate = layer.unscaled
     if gate is None:
         if x is None or w_gate is None:
             raise ValueError("x and w_gate must be given without a gate, got None")
-        check_layer(*layer[:7], wide=wide)
+        check_layer(*layer[:7])
         return
     check_rank("gate", gate)
     for name in ("w_gate", "b_gate", *(("x", "b_up") if w_up is None else ())):
@@ -333,22 +321,22 @@ def check_operands(layer: Layer, wide: bool = False) -> None:
             said = "without w_up" if name in ("x", "b_up") else "with a given gate"
             raise ValueError(f"{name} must be None {said}, got a tensor")
     if w_up is None:
-        check_matrix("w_down", w_down, WIDE_DTYPES if wide else STORED_DTYPES)
+        check_matrix("w_down", w_down)
         if b_down is not None:
             check("b_down", b_down, w_down.shape[1:], w_down.dtype)
     else:
         if x is None:
             raise ValueError("x must be given with w_up, got None")
-        check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down, wide=wide)
+        check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
     m = gate.shape[0] if x is None else x.shape[0]
     check("gate", gate, (m, w_down.shape[0]), w_down.dtype)
 
 
-def check_matrix(name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = STORED_DTYPES) -> None:
-    """Raise unless ``matrix`` has one of these dtypes, and rows that kernels can read in pieces of 16 bytes."""
+def check_matrix(name: str, matrix: Tensor) -> None:
+    """Raise unless ``matrix`` has a dtype that TwELL stores, and rows that kernels can read in pieces of 16 bytes."""
     check_rank(name, matrix)
-    if matrix.dtype not in dtypes:
-        raise TypeError(f"{name} must be {' or '.join(map(tuning.dtype_name, dtypes))}, got {matrix.dtype}")
+    if matrix.dtype not in STORED_DTYPES:
+        raise TypeError(f"{name} must be {' or '.join(map(tuning.dtype_name, STORED_DTYPES))}, got {matrix.dtype}")
     if matrix.shape[1] % STRIDE_MULTIPLE:
         raise ValueError(f"{name} must have rows of a multiple of {STRIDE_MULTIPLE} values, got {list(matrix.shape)}")
 

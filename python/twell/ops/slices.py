@@ -25,11 +25,10 @@ def require_sliceable(n: int, activation: Activation) -> None:
 
 
 class Added:
-    """The sum of what slices give for ``out``, and of a ``bias``; in fp32, or wider."""
+    """The sum of what slices give for ``out``, and of a ``bias``; in fp32."""
 
     def __init__(self, out: Tensor, bias: Tensor | None = None) -> None:
-        self._out, wide = out, torch.promote_types(out.dtype, torch.float32)
-        self._sum = torch.zeros_like(out, dtype=wide)
+        self._out, self._sum = out, torch.zeros_like(out, dtype=torch.float32)
         if bias is not None:
             self._sum += bias
 

@@ -4,7 +4,6 @@
 TWELL_JIT          auto, off  whether a kernel that is neither packaged nor cached may be compiled when called
 TWELL_CACHE_DIR    a folder   where compiled kernels are kept; default ``$XDG_CACHE_HOME/twell`` or ``~/.cache/twell``
 TWELL_LOG          a level    debug, info, warning, error or critical: log to stderr from that level on
-TWELL_NVTX         0, 1       mark each operator as an NVTX range; read at import
 TWELL_VLLM         auto, off  whether vLLM serves ReLU models through twell; read when vLLM loads its plug-ins
 TWELL_DEBUG        0, 1       synchronise after each kernel, so that a fault surfaces in its own call; read at import
 =================  =========  ==================================================================================
@@ -63,11 +62,6 @@ def log_level() -> int | None:
 def vllm() -> bool:
     """Whether the plug-in registers its models with vLLM (``TWELL_VLLM``)."""
     return _choice("TWELL_VLLM", ("auto", "off"), "auto") == "auto"
-
-
-def nvtx() -> bool:
-    """Whether operators are marked as NVTX ranges (``TWELL_NVTX``)."""
-    return _choice("TWELL_NVTX", ("0", "1"), "0") == "1"
 
 
 def debug() -> bool:

@@ -1,7 +1,7 @@
 """The C runner of programs: ``libtwell_host.so``, which is built from ``host/program.c`` with a wheel's kernels.
 
 Where it is not in use, Python runs programs launch by launch: with TWELL_DEBUG=1, which looks for faults behind each
-launch, with TWELL_NVTX=1, which marks each launch, and in installs without the library.
+launch, and in installs without the library.
 """
 
 import functools
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from twell.runtime import env, nvtx, packaged
+from twell.runtime import env, packaged
 from twell.runtime.log import logger, warn_once
 
 LIBRARY = "libtwell_host.so"
@@ -45,8 +45,6 @@ def find(library: Path) -> tuple[Maker | None, str]:
     """
     if env.debug():
         return None, "Python (TWELL_DEBUG=1)"
-    if nvtx.ON:
-        return None, "Python (TWELL_NVTX=1)"
     if not library.is_file():
         return None, f"Python (no {LIBRARY}: `pip install .` or `make wheel` in a checkout builds it)"
     try:

@@ -40,17 +40,12 @@ def constant(function: _F) -> _F:
 
 @constant
 def exporting() -> bool:
-    """Whether ``torch.export`` traces this call."""
+    """Whether ``torch.export`` traces this call, or ``torch.jit`` for an ONNX file."""
     # torch 2.11 makes this true in all code that Dynamo traces, exported or not
-    return torch.compiler.is_exporting()
-
-
-@constant
-def to_onnx() -> bool:
-    """Whether this call is traced for an ONNX file."""
+    if torch.compiler.is_exporting():
+        return True
     # in traces alone, since the question imports the exporter
-    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
-    return traced and torch.onnx.is_in_onnx_export()
+    return torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export()
 
 
 def jit_tracing() -> bool:

@@ -56,7 +56,7 @@ class Manifest:
     toolkit: str
     versions: dict[str, str]
     source_hash: str
-    symbols: tuple[str, ...]
+    symbols: list[str]
 
     @property
     def dsl_version(self) -> str:
@@ -133,8 +133,8 @@ def read_manifest(folder: Path, arch: str = fingerprint.ARCH) -> Manifest | None
         logger.info("no packaged kernels in %s", folder)
         return None
     try:
-        manifest = _parse(json.loads((folder / "manifest.json").read_text()))
-    except (OSError, ValueError, RecursionError) as error:
+        manifest = Manifest(**json.loads((folder / "manifest.json").read_text()))
+    except (OSError, TypeError, ValueError) as error:
         logger.warning("packaged kernels ignored: manifest.json in %s is not usable: %s", folder, error)
         return None
     if manifest.arch != arch:
@@ -148,25 +148,6 @@ def read_manifest(folder: Path, arch: str = fingerprint.ARCH) -> Manifest | None
             logger.info("packaged kernels were built with %s %s, installed is %s", package, built, version(package))
     logger.info("%d packaged kernels in %s", len(manifest.symbols), folder)
     return manifest
-
-
-def _parse(fields: Any) -> Manifest:
-    """A manifest from its JSON; ValueError names the field that is missing or of another type than expected."""
-
-    def field(container: Any, name: str, kind: type) -> Any:
-        value = container.get(name) if isinstance(container, dict) else None
-        if type(value) is not kind:
-            raise ValueError(f"{name} must be a {kind.__name__}, got {value!r}")
-        return value
-
-    versions = field(fields, "versions", dict)
-    return Manifest(
-        arch=field(fields, "arch", str),
-        toolkit=field(fields, "toolkit", str),
-        versions={name: field(versions, name, str) for name in (fingerprint.DSL, fingerprint.TVM_FFI)},
-        source_hash=field(fields, "source_hash", str),
-        symbols=tuple(field(fields, "symbols", list)),
-    )
 
 
 def version(package: str) -> str:

@@ -6,7 +6,7 @@ Python.
 Code of ``twell.ops`` describes a pass once per kind of call, as a ``Program``. ``Program.compiled`` makes it an
 ``Executable`` of the pass's tensors, which calls run. Two runners take the same data: the C function of
 ``host/program.c``, and Python, which launches kernel by kernel with a tensor for each scratch. The latter is for
-TWELL_DEBUG, TWELL_NVTX and installs without the C library; see ``twell.runtime.host``.
+TWELL_DEBUG and installs without the C library; see ``twell.runtime.host``.
 
 The scratch of all launches is one piece of memory. Two scratches may lie at the same place if no launch comes between
 the first and the last one of both: kernels wait for their predecessors before they touch memory.
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from twell.runtime import device, env, host, modes, nvtx, resolve, specs
+from twell.runtime import device, env, host, modes, resolve, specs
 
 # Bytes of which the places of scratch are multiples. Kernels load 16 bytes at a time; lines of the cache are of 128.
 _PLACE = 256
@@ -433,7 +433,6 @@ def allocate(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dty
     return _ALLOCATE(tuple(shape), strides, dtype)  # type: ignore[no-any-return]
 
 
-@nvtx.marked(lambda spec, *_: nvtx.range(spec.symbol))
 def launch(spec: specs.Spec, *arguments: Any) -> None:
     """Call the kernel of ``spec`` on the current device and torch's current stream.
 

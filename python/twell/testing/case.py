@@ -62,7 +62,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": tuple(DTYPES),
     "activation": (*geometry.ACTIVATIONS, "topk", "batchtopk", "jumprelu"),
     "pattern": PATTERNS,
-    "scales": ("", "tensor", "row", "block"),
+    "scales": ("", "tensor", "row"),
     "tokens": ("", "e4m3", "static"),
     "strategy": STRATEGIES,
     "compression": geometry.COMPRESSIONS,

@@ -263,10 +263,8 @@ def _records(case: Case, o: Operands, weights: Draw) -> Operands:
     found: Operands = {}
     for name in case.weights:
         t = o[name]
-        if not case.exact or case.scales == "block":
+        if not case.exact:
             record = float8.quantize(t, case.scales)  # type: ignore[arg-type]
-            # scales of blocks that are no powers of two would not be exact
-            record = Float8(record.values, 2.0 ** record.scale.log2().round()) if case.exact else record
         else:
             shape = t.shape[:-1] if case.scales == "row" else t.shape[:-2]
             record = float8.float8(t.to(E4M3), 2.0 ** weights.integers(-1, 1, *shape))
@@ -355,7 +353,7 @@ def largest(gate: Tensor, k: int) -> Tensor:
 
 def tokens_of(case: Case, o: Operands) -> Tensor:
     """What the first projections take, in float64."""
-    if case.scales and case.scales != "block":
+    if case.scales:
         return wide(in_e4m3(case, o["x"]))
     return wide(o["x"] - o["b_down"] if case.kind == "autoencoder" else o["x"])
 
