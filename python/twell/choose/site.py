@@ -28,8 +28,8 @@ from twell.runtime import device, geometry, modes
 from twell.runtime.log import logger
 
 # Compiled graphs of training, whose number of tokens may be symbolic, are dense for at most so many. For more they run
-# what most calls do or, before any, what is right for the typical number.
-FEW, _TYPICAL = 256, 16384
+# what the latest step did, and before any they are dense.
+FEW = 256
 
 Screen = Literal["auto", "off"]
 
@@ -188,7 +188,7 @@ class AutoStrategy:
     measured, it picks "row", "union" or "dense", separately for inference and training, from figures of each power of
     two of tokens. It is the cheapest by ``twell.choose.rates.decide``, from measured times and from the non-zeros of
     earlier calls. These reach the host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each
-    ``period``-th, a power of two, decide again and measure; to learn the unions, such a call runs "union" in place of
+    ``period``-th decide again and measure; to learn the unions, such a call runs "union" in place of
     "row". The first call that finds the figures arrived decides, too. Before the first figures, inference takes a
     sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
     ``twell.explain`` shows choices, reasons and figures. Calls that take the GPU less time than the host have eight
@@ -219,8 +219,6 @@ class AutoStrategy:
 
     def __init__(self, *, period: int = 64, screen: Screen = "auto") -> None:
         require_integer("period", period, 1)
-        if period & (period - 1):
-            raise ValueError(f"period must be a power of two, got {period!r}")
         require_screen(screen)
         self.period, self._screen = period, screen
         self._layer: tuple[int, int, bool] | None = None
@@ -502,19 +500,14 @@ class AutoStrategy:
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
             change = decision.strategy if before is None else f"{before.strategy} -> {decision.strategy}"
             logger.info("%s: strategy %s, %s%s", layer, change, decision.reason, _measured(figures))
-        self._decide_graph(problem)
+        self._decide_graph(problem, figures)
         return decision
 
-    def _decide_graph(self, latest: rates.Problem) -> None:
-        """Decide for graphs compiled from now on: as most steps ran, or by the nearest figures."""
-        if self._graph.traced:
-            return
-        steps = [bucket for key, bucket in self._buckets.items() if key[0] and bucket.problem.m > FEW]
-        usual = max(steps, key=lambda bucket: (bucket.calls, bucket.problem.m), default=None)
-        problem = rates.Problem(_TYPICAL, *latest[1:4], True) if usual is None else usual.problem
-        figures = (usual and usual.figures) or self._nearest((True, _bucket(problem.m)))
-        decision = self._best(problem._replace(eager=False), figures)
-        self._graph.strategy, self._graph.reason = decision.strategy, decision.reason
+    def _decide_graph(self, latest: rates.Problem, figures: rates.Figures | None) -> None:
+        """Decide for graphs compiled from now on, as the latest step of more than a few tokens, by the GPU's time."""
+        if not self._graph.traced and latest.training and latest.m > FEW:
+            decision = self._best(latest._replace(eager=False), figures)
+            self._graph.strategy, self._graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> rates.Figures | None:
         """The figures of the bucket nearest in number of tokens; of two, the one of the same kind."""

@@ -345,5 +345,4 @@ experts = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_experts",
 )

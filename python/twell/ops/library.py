@@ -39,19 +39,18 @@ def register(
     fake: Implementation,
     cpu: Implementation,
     cuda: Implementation,
-    instead: str = "twell.sparse_gated_ffn or twell.sparse_ffn",
 ) -> torch._ops.OpOverload:
     """Define an operator of library ``twell`` and return its overload.
 
-    ``fake`` returns outputs of the right shape; ``cpu`` and ``cuda`` compute. All three take
-    all arguments of the schema, and refuse an input that has a forward-mode tangent, or that requires grad while
-    grad mode is on; then the error names ``instead``, the function to call. They do so themselves because an Autograd
-    kernel in Python would add half to the cost of every call (4.4 us against 2.8, torch 2.13).
+    ``fake`` returns outputs of the right shape; ``cpu`` and ``cuda`` compute. All three take all arguments of the
+    schema, and refuse an input that has a forward-mode tangent, or that requires grad while grad mode is on. They do so
+    themselves because an Autograd kernel in Python would add half to the cost of every call (4.4 us against 2.8, torch
+    2.13).
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
     overload = getattr(torch.ops.twell, name).default
-    complete = functools.partial(_complete, overload, instead)
+    complete = functools.partial(_complete, overload)
     for device_type, implementation in (("CPU", _without_autocast(cpu)), ("CUDA", on_device(cuda))):
         _LIBRARY.impl(name, complete(implementation), device_type)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"twell::{name}", _on_one_device(name, complete(fake)), lib=_LIBRARY)
@@ -60,7 +59,7 @@ def register(
     return overload  # type: ignore[no-any-return]
 
 
-def _complete(overload: torch._ops.OpOverload, instead: str, implementation: Implementation) -> Implementation:
+def _complete(overload: torch._ops.OpOverload, implementation: Implementation) -> Implementation:
     """Refuse inputs with derivatives, and add the arguments with defaults that the dispatcher leaves out."""
     name, defaults = overload._schema.name.replace("::", "."), [a.default_value for a in overload._schema.arguments]
 
@@ -73,7 +72,7 @@ def _complete(overload: torch._ops.OpOverload, instead: str, implementation: Imp
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
             raise NotImplementedError(
                 f"torch.ops.{name} has no gradient: expected no input that requires grad while grad mode is on; "
-                f"call {instead} instead, or this under torch.no_grad()"
+                "call a function of twell instead, or this under torch.no_grad()"
             )
         return implementation(*arguments, *defaults[len(arguments) :])
 

@@ -20,6 +20,4 @@ def _copy(matrix: Tensor) -> Tensor:
     return transpose(matrix, outputs(matrix))
 
 
-matrix_transpose = register(
-    "matrix_transpose(Tensor matrix) -> Tensor", fake=outputs, cpu=_copy, cuda=_copy, instead="Tensor.t"
-)
+matrix_transpose = register("matrix_transpose(Tensor matrix) -> Tensor", fake=outputs, cpu=_copy, cuda=_copy)

@@ -145,12 +145,10 @@ reglu = register(
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_gated_ffn",
 )
 reglu_backward = register(
     f"reglu_backward(Tensor upstream, Tensor gate, Tensor up, {ACTIVATION}) -> (Tensor d_gate, Tensor d_up)",
     fake=_backward_fake,
     cpu=_backward_cpu,
     cuda=_backward_cuda,
-    instead="twell.sparse_gated_ffn",
 )

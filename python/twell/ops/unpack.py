@@ -50,5 +50,4 @@ unpack = register(
     fake=outputs,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.pack(...).unpack()",
 )

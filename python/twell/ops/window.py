@@ -51,5 +51,4 @@ window = register(
     fake=outputs,
     cpu=_cpu,
     cuda=_cuda,
-    instead="twell.sparse_ffn",
 )
