@@ -14,7 +14,7 @@ from tests.cases.pinned import ON_GPUS, PINNED
 from tests.cases.verdicts import asks_nothing, attempt, judge, spoil, tensors
 from tests.fuzz import usable
 from twell import testing
-from twell.runtime import device, geometry, program
+from twell.runtime import device, geometry, host, program
 from twell.testing.calls import caller
 from twell.testing.case import KINDS, Case
 from twell.testing.operands import build, laid_out
@@ -61,6 +61,11 @@ def test_pinned(part: int, call: str) -> None:
     """A graph follows two eager calls; an x without memory of its own cannot be written."""
     cases = [case if case.x_layout == "expanded" else case.replace(call=call) for case in EVERY[part::PARTS]]
     assert wrong(cases, pinned=True) == {}
+
+
+def test_pinned_by_the_runner_in_python(patched: Callable[[Any, str, Any], None]) -> None:
+    patched(host, "maker", lambda: None)
+    assert wrong(EVERY[:: PARTS // 2]) == {}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,12 +1,10 @@
 """``down_layout="auto"`` on a GPU: by rows in inference, as nn.Linear's for torch and others, still under a graph."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import twell
@@ -60,18 +58,6 @@ def test_decoding_is_by_rows_from_the_first_call(model: nn.Module) -> None:
     # the call that laid it chose as if it had been so before
     if site := layer._site():
         assert not any(bucket.problem.down_copied for bucket in site._buckets.values())
-
-
-def test_fully_shard_after_decoding(model: nn.Module, tmp_path: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    expected = decode(model, 8)
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        fully_shard(model)
-        torch.testing.assert_close(decode(model, 8), expected, rtol=2e-2, atol=2e-2)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["rows", "linear"])

@@ -1,6 +1,4 @@
-"""Training on the GPU beside its Cases: the last pattern that fits, main gradients, memory."""
-
-from typing import Any
+"""Training on the GPU beside its Cases: the last pattern that fits, cut lists, last columns, memory."""
 
 import pytest
 import torch
@@ -16,34 +14,15 @@ from twell.testing import FFN
 Gradients = dict[str, Tensor]
 
 
-def layer(density: float = 0.1) -> FFN:
-    return testing.integer_problem(130, 264, 264, density=density, biases=BIASES, device=CUDA)
-
-
 def exact(problem: FFN, gated: bool) -> Gradients:
     right = testing.exact_gradients(problem, testing.integer_upstream(problem), 1.0, gated=gated)
     return {name: t.float().to(problem.x.dtype) for name, t in right.items()}
-
-
-def leaves(problem: FFN) -> FFN:
-    return problem.map(lambda t: t.detach().clone().requires_grad_())
-
-
-def loss_of(problem: FFN, gated: bool, **options: Any) -> Tensor:
-    """A loss with gradients of integers, and one of 1 of the sum of |h|."""
-    y, aux = testing.sparse_layer(problem, gated=gated, **options)
-    dy = testing.integer_upstream(problem)
-    return (y.double() * dy).sum() + len(dy) * aux.l1
 
 
 def assert_equal(found: Gradients, expected: Gradients) -> None:
     assert found.keys() == expected.keys()
     for name, right in expected.items():
         testing.assert_same(found[name], right, f"gradient of {name}")
-
-
-def grads_of(problem: FFN, gated: bool) -> Gradients:
-    return {name: t.grad for name, t in problem.present(gated).items() if t.grad is not None}
 
 
 @BOTH
@@ -98,30 +77,6 @@ def test_batches_that_do_not_fit_in_two_streams(gated: bool) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("layout", ["columns", "elements"])
-@pytest.mark.parametrize("density", [0.1, 1])
-def test_main_gradients_side_by_side(density: float, layout: str, gated: bool) -> None:
-    """Columns of one fp32 buffer, whole blocks or every fourth one: nothing beside them is written."""
-    problem = layer(density)
-    own = leaves(problem)
-    right = testing.exact_gradients(problem, testing.integer_upstream(problem), 1.0, gated=gated)
-    names = ("w_gate", "w_up", "w_down") if gated else ("w_gate", "w_down")
-    n, k = problem.w_gate.shape
-    whole = torch.full((n, 4 * k), 2.0, device=CUDA)
-    parts = [whole[:, i * k : (i + 1) * k] if layout == "columns" else whole[:, i::4] for i in range(4)]
-    mains = dict(zip(names, parts))
-    given = [main.t() if name == "w_down" else main for name, main in mains.items()]
-    for _ in range(2):
-        loss_of(own, gated, strategy="union", main_grads=given).backward()
-    for name, main in mains.items():
-        assert getattr(own, name).grad is None
-        testing.assert_same(main, (2 * right[name] + 2).float(), name)
-        main.fill_(2)
-    assert bool((whole == 2).all())
-    assert grads_of(own, gated).keys() == right.keys() - mains.keys()
-
-
-@BOTH
 @pytest.mark.parametrize("density", [0.02, 0.6])
 def test_gradients_of_the_last_columns_are_those_of_all(gated: bool, density: float) -> None:
     """As layers with adapters want them; also of batches with more non-zeros than the format holds."""
@@ -143,7 +98,7 @@ def test_gradients_of_the_last_columns_are_those_of_all(gated: bool, density: fl
 @pytest.mark.parametrize("strategy", ["auto", "dense"])
 def test_peak_memory(strategy: str) -> None:
     """Forward and backward of topic29 above inputs, dy among them: at most 500 MB; dense takes more."""
-    problem = leaves(testing.make("topic29", device=CUDA))
+    problem = testing.make("topic29", device=CUDA).map(lambda t: t.requires_grad_())
     dy = testing.real_upstream(problem)
 
     def peak() -> float:

@@ -87,16 +87,3 @@ def expected(relu: Path, serve: Serve) -> list[list[int]]:
     assert served.model == "TransformersForCausalLM"
     assert served.layers == []
     return served.tokens
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rank, of two, that linear layers of vLLM are made for; without processes."""
-    from vllm.model_executor import parameter
-    from vllm.model_executor.layers import linear
-
-    rank = [0]
-    for module in (linear, parameter):
-        monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: rank[0])
-        monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 2)
-    return rank
