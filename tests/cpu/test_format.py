@@ -5,11 +5,6 @@ import pytest
 from cute_kernels import feasible, geometry
 
 
-@pytest.mark.parametrize(("n", "tiles"), [(0, 0), (8, 1), (255, 1), (256, 1), (257, 2), (5632, 22), (65536, 256)])
-def test_tiles_round_up(n: int, tiles: int) -> None:
-    assert geometry.tiles(n) == tiles
-
-
 def test_words_and_capacity() -> None:
     assert [geometry.words_per_tile(c) for c in geometry.COMPRESSIONS] == [128, 64, 32]
     assert [geometry.capacity(c) for c in geometry.COMPRESSIONS] == [127, 63, 31]
@@ -19,20 +14,6 @@ def test_words_and_capacity() -> None:
 def test_other_compressions_are_refused(compression: int) -> None:
     with pytest.raises(ValueError, match=f"got {compression}"):
         geometry.words_per_tile(compression)
-
-
-@pytest.mark.parametrize(
-    ("n", "sums"), [(8, 128), (5632, 128), (128 * 128, 128), (128 * 128 + 8, 129), (65536 - 8, 512), (65536, 512)]
-)
-def test_sums_per_tile(n: int, sums: int) -> None:
-    """Room for one sum per token, and for one per 128 neurons in a union of all."""
-    assert geometry.sums_per_tile(n) == sums
-
-
-@pytest.mark.parametrize(("n", "sums"), [(8, 2), (128, 2), (136, 4), (5632, 88), (65536 - 8, 1024), (65536, 1024)])
-def test_training_sums(n: int, sums: int) -> None:
-    """Room for one sum per 64 tokens and 128 neurons, and so for one per 128 neurons in a union of all."""
-    assert geometry.training_sums(n) == sums >= -(-n // geometry.SUM_NEURONS)
 
 
 @pytest.mark.parametrize("n", [8, 264, 5632, 8192, 16392, 65528, 65536])
@@ -58,10 +39,6 @@ def test_union_slices_of_known_sizes() -> None:
     assert geometry.union_slices(4096 + 130, 65536) == [(0, 1536), (1536, 3072), (3072, 4226)]
     assert geometry.union_slices(2048, 65536) == [(0, 2048)]
     assert geometry.union_slices(2048 + 1, 65536) == [(0, 1152), (1152, 2049)]
-
-
-def test_a_token_tile_of_most_neurons_is_a_slice() -> None:
-    assert geometry.TOKEN_TILE * geometry.MAX_NEURONS <= geometry.UNION_ENTRIES <= geometry.MOST
 
 
 @pytest.mark.parametrize(

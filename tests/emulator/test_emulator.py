@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tests.cases.judged import Mismatch
-from tests.emulator import cases, checks, ptx
+from tests.emulator import checks, ptx
 from tests.emulator.launch import Emulator, EmulatorError, Schedule
 
 ARRIVAL = r"mbarrier\.arrive\.shared\.b64 [^;]*;"
@@ -39,35 +38,6 @@ def test_a_broken_kernel_is_found(emulator: Emulator, pattern: str, broken: str,
             patch.setattr(emulator, "edit", edit)
             with pytest.raises((EmulatorError, AssertionError), match=said):
                 checks.sampled_up([300, 64], 136, False, True, ctas=1)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "broken", "said"),
-    [
-        pytest.param(r"ld\.acquire\.\S+\s+(%r\d+), [^;]*;", r"mov.b32 \1, 0x7fffffff;", "differs in", id="no-wait"),
-        pytest.param(
-            r"atom\.global\.release[^;]*;",
-            ";",
-            r"deadlock\n.*waits for",
-            id="no-arrival",
-        ),
-    ],
-)
-def test_clusters_that_miss_each_other_are_found(emulator: Emulator, pattern: str, broken: str, said: str) -> None:
-    def edit(text: str) -> str:
-        if "overflow" not in text:
-            return text
-        edited, count = re.subn(pattern, broken, text)
-        assert count, f"no {pattern} in the kernel"
-        return edited
-
-    line = "layer m=300 k=72 biases=gate pattern=all strategy=union wants=all"
-    with emulator.stands_in(6, Schedule(seed=3, delay=200)):
-        assert min(cases.run(emulator, line)) > 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(emulator, "edit", edit)
-            with pytest.raises((EmulatorError, Mismatch), match=said):
-                cases.run(emulator, line)
 
 
 def test_an_error_names_the_line(emulator: Emulator) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import twell
 from tests import programs
@@ -163,35 +162,6 @@ def test_a_captured_graph_keeps_its_choice(gated: bool, topic: FFN, dense: FFN) 
         settle(mlp, problem.x, 2)
         testing.assert_same(y, named(problem.x))
     assert twell.explain(mlp).rows[1].strategy == chosen
-
-
-@pytest.mark.parametrize(
-    ("gated", "reentrant", "lead", "wait"),
-    [
-        (True, True, (M,), True),
-        (True, False, (4, M // 4), False),
-        (False, True, (4, M // 4), False),
-        (False, False, (M,), True),
-    ],
-)
-def test_checkpoints_while_choices_change(
-    gated: bool, reentrant: bool, lead: tuple[int, ...], wait: bool, topic: FFN, dense: FFN
-) -> None:
-    """The checkpoints are of residual blocks: recomputation begins once the gradient has passed y."""
-    mlp, seen = module(topic, gated), set()
-    mlp.strategy = twell.AutoStrategy(period=1)
-    for problem in (topic, dense, topic):
-        set_weights(mlp, problem)
-        for _ in range(3):
-            x = problem.x.view(*lead, -1).clone().requires_grad_()
-            outputs = [checkpoint(lambda x: x + mlp(x), x, use_reentrant=reentrant) for _ in range(2)]
-            if wait:
-                torch.cuda.synchronize()
-            sum(y.float().sum() for y in outputs).backward()
-            assert x.grad.isfinite().all()
-            torch.cuda.synchronize()
-            seen |= {row.strategy for row in twell.explain(mlp) if row.kind == "training"}
-    assert seen == {"dense", "union"}
 
 
 @pytest.mark.parametrize("m", [0, 1, 128, 300, M])

@@ -65,26 +65,6 @@ def test_nothing_else_is_written() -> None:
                 assert bool((t[size:] == 7).all())
 
 
-VIEWS: list[Callable[[Tensor], Tensor]] = [
-    lambda t: t.t(),
-    lambda t: t[1:601:2],
-    lambda t: t[:, 1:],
-    lambda t: t[:, :64],
-    lambda t: t[:1].expand(100, 130),
-    # contiguous, but not aligned
-    lambda t: t.view(-1)[1:9001],
-    lambda t: t.view(-1)[8:9000],
-]
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_strides_and_alignment(view: Callable[[Tensor], Tensor]) -> None:
-    dh, gate, up = (view(t) for t in random(700, 130))
-    check(dh, gate, up)
-    check(dh, gate.contiguous(), up)
-    check(dh.clone(memory_format=torch.contiguous_format), gate, up)
-
-
 @pytest.mark.parametrize("shape", [(0,), (1,), (9,), (8193,), (1021, 1035), (1 << 20, 8)])
 def test_the_result_may_take_the_memory_of_up(shape: tuple[int, ...]) -> None:
     for view in (lambda t: t, lambda t: t.mT if t.dim() == 2 else t[:-1]):

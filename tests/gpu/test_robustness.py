@@ -244,36 +244,6 @@ def test_out_of_memory(how: str, gated: bool, large: FFN) -> None:
     assert fails_at(failing, range(0, 1200 * MB, piece)) >= 2
 
 
-@BOTH
-def test_out_of_memory_in_backward(gated: bool, large: FFN) -> None:
-    """The graph survives: the same backward succeeds once there is memory. Main gradients are all or nothing."""
-    dy = testing.integer_upstream(large)
-    right = testing.exact_gradients(large, dy, gated=gated)
-    leaves = large.map(lambda t: t.detach().requires_grad_())
-    weights = [large.w_gate, large.w_up] if gated else [large.w_gate]
-    mains = [torch.zeros(t.shape, device=CUDA) for t in weights]
-    mains.append(torch.zeros(large.w_down.shape, device=CUDA).t())
-    y, _ = testing.sparse_layer(leaves, gated=gated, strategy="union", main_grads=mains)
-    present = leaves.present(gated)
-    del weights
-    failures = 0
-    for spare in range(0, 1200 * MB, 8 * MB):
-        try:
-            with starved(spare):
-                found = torch.autograd.grad(y, tuple(present.values()), dy, retain_graph=True, allow_unused=True)
-            break
-        except torch.OutOfMemoryError:
-            failures += 1
-            assert not any(bool(main.any()) for main in mains)
-    assert failures >= 1
-    for name, gradient in zip(present, found, strict=True):
-        if gradient is not None:
-            testing.assert_same(gradient, right[name].float().to(FP16), name)
-    names = ["w_gate", "w_up", "w_down"] if gated else ["w_gate", "w_down"]
-    for name, main in zip(names, mains, strict=True):
-        testing.assert_same(main.t() if name == "w_down" else main, right[name].float(), f"main {name}")
-
-
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 def test_out_of_memory_in_capture(training: bool, large: FFN) -> None:
     """The capture fails and says so; the next call is right, and so is the next capture."""
