@@ -301,7 +301,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "sparse_ffn": Entry(UNGATED, partial(function, twell.sparse_ffn), FUNCTION | FORMULA, "row"),
     "sparse_ffn, topk": Entry(UNGATED, partial(function, twell.sparse_ffn, activation="topk", k=5), FUNCTION),
-    "sparse_ffn, thresholds": Entry(UNGATED, thresholds, FUNCTION | no("its thresholds are on the CPU", "waits")),
+    "sparse_ffn, thresholds": Entry(UNGATED, thresholds, FUNCTION),
     "sparse_up_down": Entry(f"given {SIZES} biases=up+down", partial(function, twell.sparse_up_down), FUNCTION),
     "sparse_experts": Entry(
         EXPERTS,
@@ -369,7 +369,7 @@ ENTRIES: dict[str, Entry] = {
         adapted,
         MODULE
         | IN_A_MODULE
-        | no("adapters are float32, and peft's", "copies: recast", "copies: flattened", "waits")
+        | no("adapters are float32, and peft's", "copies: recast", "copies: flattened")
         | no("it is refused", "mains"),
     ),
     "compacted": Entry(LAYER, compacted, MODULE),
@@ -377,7 +377,7 @@ ENTRIES: dict[str, Entry] = {
         LAYER,
         of_recipe,
         MODULE
-        | no("a step of training", "compiled", "copies", "repeats", "owned", "strides", "waits", "opcheck")
+        | no("a step of training", "compiled", "copies", "repeats", "owned", "strides", "opcheck")
         | no("a step of training", "explain", "empty", "overrides", "autocast", "backward", "mains")
         | no("a step of training", "surroundings: wider", "capture"),
     ),
@@ -387,7 +387,7 @@ ENTRIES: dict[str, Entry] = {
         MODULE
         | no("as its layers", "strides", "surroundings", "autocast", "repeats", "empty", "backward", "owned", "mains")
         | no("as its layers", "overrides")
-        | no("transformers' attention", "waits", "capture")
+        | no("transformers' attention", "capture")
         | no("it has buffers that no state has", "copies: assigned"),
     ),
 }

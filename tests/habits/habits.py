@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import twell
@@ -24,7 +23,6 @@ from tests.habits.calls import Operators, close, floating, gradients, results, r
 from tests.habits.entries import LAYOUTS, SMALLER, Call, Entry
 from twell import PackedTwell
 from twell.nn.layers import SparseFFN
-from twell.ops.float8 import Float8
 from twell.testing import captured
 
 BF16 = torch.bfloat16
@@ -321,31 +319,6 @@ def surroundings(entry: Entry) -> None:
                 same(gradients(call), plain)
 
 
-def waits(entry: Entry) -> None:
-    """On a GPU, a fake one here, no call reads a value; results have its device, and the shapes and dtypes of a CPU."""
-    call = entry.call()
-    with torch.no_grad():
-        expected = results(call())
-    on_gpu = copy.deepcopy(call.run).eval() if call.is_module else call.run
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-
-        def fake(t: Any) -> Any:
-            if isinstance(t, Float8):
-                return Float8(*map(fake, t))
-            if not isinstance(t, Tensor):
-                return t
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
-
-        for owner in on_gpu.modules() if call.is_module else ():
-            for name, p in owner._parameters.items():
-                if p is not None:
-                    owner._parameters[name] = nn.Parameter(fake(p.data), requires_grad=p.requires_grad)
-            owner._buffers.update({name: fake(b) for name, b in owner._buffers.items()})
-        found = results(on_gpu(**{a: fake(t) for a, t in call.given.items()}))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.shape, ours.dtype, ours.device.type) == (theirs.shape, theirs.dtype, "cuda")
-
-
 def opcheck(entry: Entry) -> None:
     """torch's checks of every operator that a call reaches, in training too."""
     call, seen = entry.call(), Operators()
@@ -425,7 +398,7 @@ ON_GPU = {"capture": capture}
 HABITS = {
     habit.__name__: habit
     for habit in (
-        *(compiled, copies, repeats, owned, strides, memory, surroundings, waits, opcheck, explain, empty),
+        *(compiled, copies, repeats, owned, strides, memory, surroundings, opcheck, explain, empty),
         *(derivatives.transforms, derivatives.overrides, derivatives.autocast, derivatives.backward, derivatives.mains),
     )
 }
