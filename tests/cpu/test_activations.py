@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from activations import BIASES, DTYPES, EVERY, FAMILY, every_value, float64_hidden, form
 from torch import Tensor
 
@@ -151,37 +150,12 @@ def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
 # Modules
 
 
-def module(name: Any, threshold: float, gated: bool, strategy: Any = "union") -> Any:
-    torch.manual_seed(1)
-    kind = twell.nn.SparseGatedMLP if gated else twell.nn.SparseMLP
-    # up to 0.3 in size
-    scaled = threshold / 10
-    return kind(16, 64, dtype=BF16, strategy=strategy, activation=name, threshold=scaled)
-
-
 def test_thresholds_may_be_numbers_of_numpy() -> None:
     np = pytest.importorskip("numpy")
     for kind in (np.float16, np.float32, np.float64, np.int64):
         assert activation_of("fatrelu", kind(2)) == Activation("fatrelu", 2.0)
     with pytest.raises(TypeError, match="threshold must be a finite number of at least 0, got bool"):
         activation_of("fatrelu", np.bool_(True))
-
-
-@EVERY
-def test_counting_and_compaction(name: Any, threshold: float, gated: bool) -> None:
-    mlp = module(name, threshold, gated)
-    gates = mlp.gate_proj if gated else mlp.up_proj
-    with torch.no_grad():
-        gates.weight[5] = 0
-    x = torch.randn(200, 16, dtype=BF16)
-    with torch.no_grad(), twell.count_firing(mlp) as counted:
-        before = mlp(x)
-    gate = F.linear(x, gates.weight)
-    assert torch.equal(counted[""].counts, (gate > Activation(name, mlp.threshold).level(BF16)).sum(0))
-    smaller, _ = twell.compact(mlp, counted[""])
-    assert (smaller.activation, smaller.threshold) == (name, mlp.threshold)
-    with torch.no_grad():
-        testing.assert_same(smaller(x), before)
 
 
 def test_codes_fit_the_kernels() -> None:

@@ -1,7 +1,6 @@
-"""Fixtures of the GPU tests: recorded layers as a further workload, and poisoned memory."""
+"""Fixtures of the GPU tests: the family that runs, rates without the host's time, and poisoned memory."""
 
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 
@@ -11,9 +10,6 @@ from twell.choose import cards, rates
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--real-layers", type=Path, default=None, help="folder of recorded layers (layer3.npz, ...) to test as well"
-    )
     parser.addoption("--portable", action="store_true", help=families.HELP)
 
 
@@ -58,14 +54,6 @@ def poisoned_memory() -> None:
     testing.poison_memory()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``workload`` runs over the named workloads, and over the recorded layers where their folder is given."""
-    if "workload" in metafunc.fixturenames:
-        folder = metafunc.config.getoption("--real-layers", default=None)
-        real = [] if folder is None else testing.real_names(folder)
-        metafunc.parametrize("workload", [*testing.WORKLOADS, *real])
-
-
 @pytest.fixture
 def same_family(request: pytest.FixtureRequest) -> str:
     """What a program in a process of its own begins with, so that it runs and chooses what this one does."""
@@ -74,9 +62,3 @@ def same_family(request: pytest.FixtureRequest) -> str:
     if families.is_without_rates():
         lines += "from tests.family import decide_by_shipped_rates; decide_by_shipped_rates()\n"
     return lines
-
-
-@pytest.fixture
-def real_layers(request: pytest.FixtureRequest) -> Path | None:
-    folder: Path | None = request.config.getoption("--real-layers", default=None)
-    return folder

@@ -3,7 +3,6 @@
 import functools
 import importlib.util
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,12 +154,9 @@ def test_real_numbers_have_the_bits_of_union(k: int, n: int, dtype: torch.dtype)
         assert same.sum() <= 1.05 * few.sum()
 
 
-def test_workloads_have_the_bits_of_union(workload: str, real_layers: Path | None) -> None:
-    if workload.startswith("real"):
-        assert real_layers is not None
-        assert_as_union(testing.load_real(int(workload[4:]), real_layers, 16384, device=CUDA))
-    else:
-        assert_as_union(testing.make(workload, 4096, device=CUDA))
+@pytest.mark.parametrize("workload", testing.WORKLOADS)
+def test_workloads_have_the_bits_of_union(workload: str) -> None:
+    assert_as_union(testing.make(workload, 4096, device=CUDA))
 
 
 def test_rows_that_are_not_screened_have_the_bits_of_union() -> None:

@@ -1,11 +1,10 @@
 """Layers without a gate through twell in vLLM: the tokens of vLLM without the plug-in."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import PROMPTS
-from served import COUNTED, LAYERS, ROW, SIZES, TWO_RANKS, Serve, assert_alike, checkpoint, counted, greedy
+from served import COUNTED, LAYERS, ROW, TWO_RANKS, Serve, assert_alike, checkpoint, counted, greedy
 
 # Kind of model, activation, and its down projections.
 MODELS = [
@@ -55,34 +54,3 @@ def test_fatrelu_without_a_gate(tmp_path: Path, serve: Serve) -> None:
     served = serve(model, hf_overrides=ROW)
     assert len(served.layers) == LAYERS
     assert served.tokens == greedy(model, PROMPTS)
-
-
-def found(kind: str, activation: str = "relu", **config: Any) -> Any:
-    """What twell finds in the first layer of a model of transformers before vLLM has made it its own."""
-    import torch
-    import transformers
-
-    from twell.integrations._vllm_model import _of_transformers
-
-    sizes = SIZES | {"hidden_act": activation, "pad_token_id": 0} | config
-    with torch.device("meta"):
-        model = transformers.AutoModel.from_config(getattr(transformers, f"{kind}Config")(**sizes))
-    layers = list(_of_transformers(model).values())
-    assert len(set(layers)) <= 1
-    return layers[0] if len(layers) == LAYERS else None
-
-
-def test_what_counts_as_a_layer_of_the_transformers_backend() -> None:
-    from twell.base.activation import RELU, Activation
-    from twell.integrations._vllm_model import FFN
-
-    assert found("Arcee", "relu2") == FFN("up_proj", "act_fn", "down_proj", Activation("relu2"))
-    assert found("Olmo2") == FFN("", "act_fn", "down_proj", RELU)
-    assert found("Olmo2", "silu") is None
-    # a dropout, which only training has
-    code = {"n_embd": 256, "n_inner": 704, "n_layer": LAYERS, "n_head": 4, "activation_function": "relu"}
-    assert found("GPTBigCode", resid_pdrop=0.1, **code) == FFN("c_fc", "act", "c_proj", RELU)
-    # others look like a layer
-    assert found("Glm") == "GlmMLP has gate and up in one projection"
-    assert found("FalconH1").startswith("FalconH1MLP cannot be run sparse: it must compute down_proj(act(gate_proj(x))")
-    assert found("FalconH1").endswith("got another function of x: it runs mul")
