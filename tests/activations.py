@@ -25,17 +25,6 @@ def form(name: Any, threshold: float) -> dict[str, Any]:
     return {"activation": name, "threshold": threshold}
 
 
-def float64_hidden(p: testing.FFN, name: str, threshold: float, gated: bool) -> Tensor:
-    """h by torch's own operators in float64."""
-    q = p.map(Tensor.double)
-    gate = F.threshold(F.linear(q.x, q.w_gate, q.b_gate), threshold, 0.0)
-    gate = gate**2 if name == "relu2" else gate
-    if not gated:
-        return gate
-    up = F.linear(q.x, q.w_up, q.b_up)
-    return gate * (F.relu(up) if name == "drelu" else up)
-
-
 def plain(gate: Tensor, up: Tensor) -> Tensor:
     return F.relu(gate) * up
 

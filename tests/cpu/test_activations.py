@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from activations import BIASES, DTYPES, EVERY, FAMILY, every_value, float64_hidden, form
+from activations import DTYPES, FAMILY, every_value, form
 from torch import Tensor
 
 import twell
@@ -20,25 +20,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 # Results
-
-
-@EVERY
-def test_the_tools_of_testing_agree_with_autograd_in_float64(
-    name: Any, threshold: float, gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In chunks that do not divide the rows."""
-    monkeypatch.setattr(testing.answers, "CHUNK_ROWS", 4)
-    p = testing.integer_problem(9, 24, 40, density=0.4, biases=BIASES).map(Tensor.double)
-    dy, how = torch.randn_like(p.x), form(name, threshold)
-    right = float64_hidden(p, name, threshold, gated) @ p.w_down + p.b_down
-    torch.testing.assert_close(testing.float64_output(p, gated=gated, **how), right)
-    torch.testing.assert_close(testing.dense_output(p, gated=gated, **how), right)
-    found, dense = (
-        tool(p, dy, 0.5, gated=gated, **how) for tool in (testing.float64_gradients, testing.dense_gradients)
-    )
-    assert tuple(found) == tuple(dense) == tuple(p.present(gated))
-    for gradient, theirs in zip(found.values(), dense.values()):
-        torch.testing.assert_close(gradient, theirs)
 
 
 # Special values

@@ -1,12 +1,11 @@
 """Terms of the loss that compute gates after forward, and what else reads a model's weights there, on several ranks."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Run, full, in_turn
+from ranks import Run, in_turn
 from test_data_parallel import make, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -105,37 +104,5 @@ def adapters(device: torch.device) -> None:
         assert not any(isinstance(p, DTensor) for p in model[0].mlp.parameters())
 
 
-def plain_parameters(device: torch.device) -> str:
-    import logging
-
-    class Positions(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.positions = nn.Parameter(torch.zeros(24, 16))
-            self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-            self.mlp = twell.nn.SparseMLP(16, 32, strategy="union")
-
-        def forward(self, x: Tensor) -> Any:
-            x = x + self.positions
-            return self.mlp(x + self.attention(x, x, x)[0])
-
-    torch.manual_seed(0)
-    whole = Positions().double()
-    model = copy.deepcopy(whole)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("twell").addHandler(handler)
-    divided(model, "tp")
-    for each in (whole, model):
-        each(tokens(device, 0, 0, 0)).square().sum().backward()
-    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(full(p.grad), q.grad)
-    return "".join(said)
-
-
 def test_flat_weights_counts_and_what_a_plan_cannot_divide(cpu_ranks: Run) -> None:
     cpu_ranks(2, in_turn, flat, firing, adapters)
-    said = cpu_ranks(2, plain_parameters)[0]
-    assert "leaves positions, attention.in_proj_weight, attention.in_proj_bias" in said
-    assert "attention.out_proj.weight" in said

@@ -13,13 +13,11 @@ from tests import programs
 from tests.quantized import assert_right, hostile
 from twell import ops, testing
 from twell.base.activation import Activation
-from twell.ops import reference
 from twell.runtime import screen
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")
 BF16, FP16 = torch.bfloat16, torch.float16
-NONE = torch.empty(0, dtype=BF16)
 # kernels of the largest hidden size do not ship
 COMPILER = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="no compiler of kernels here")
 WIDTHS = (8, 16, 24, 72, 128, 256, 512, 896, 1024, 2048, 2560, 3072, 4096, 5120, 8192)
@@ -42,51 +40,6 @@ def test_rows_are_quantised(k: int, weights: bool, dtype: torch.dtype) -> None:
         again = call()
         for name, first, second in zip(("q", "scale", "spread", "offset"), found, again):
             testing.assert_same(first.contiguous(), second.contiguous(), name)
-
-
-def reaches(
-    x: tuple[Tensor, ...], w: tuple[Tensor, ...], bias: Tensor, candidates: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """By bit of the candidates: the least and the most that the highest sum of product and bound may be, and the bit.
-
-    Each sum has its own slack: the bias term of a row of zeros is 2^123 times those of other rows.
-    """
-    (qx, *of_x), (qw, w_scale, w_spread, w_offset), k = x, w, x[0].shape[1]
-    a, b, i = reference.token_terms(*of_x, k)
-    v, beta = reference.neuron_terms(w_scale, w_spread, bias if len(bias) else None, k)
-    reach = i[:, None] * beta + (b[:, None] * v + a[:, None])
-    total = qx.double() @ qw.double().t() - w_offset.double() + reach
-    size = (i[:, None] * beta).abs() + b[:, None] * v + a[:, None].abs()
-    total = total.nan_to_num(torch.inf, torch.inf, -torch.inf)
-    # the kernel's fp32 terms differ by less than their enlargement, and sums with offsets by less than 1
-    slack = size.nan_to_num(1, 1, 1) * screen.MARGIN + 1
-    least, most = (torch.stack([t.amax(0) for t in sums.split(128)]) for sums in (total - slack, total + slack))
-    return least, most, programs.listed(candidates, qw.shape[0])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("m", "n", "k"), [(1, 8, 8), (127, 264, 72), (129, 520, 896), (300, 1032, 2048), (2500, 4104, 256), (40, 72, 16384)]
-)
-def test_candidates_are_those_of_a_cpu(m: int, n: int, k: int, bias: bool) -> None:
-    torch.manual_seed(m)
-    rows, weights = torch.randn(m, k), torch.randn(n, k) - 2 / math.sqrt(k)
-    if k < 16384:
-        weights[::11] = hostile(n, k)[::11]
-        rows[5::200] = hostile(m, k)[5::200]
-    x, w = (reference.quantize_gate(t.to(BF16), second) for t, second in ((rows, False), (weights, True)))
-    given = (torch.randn(n) * 10 - math.sqrt(k) * 3).to(BF16) if bias else NONE
-    operands = [t.to(CUDA) for t in (*x, *w, given)]
-    # rows of a multiple of 16 bytes
-    for at in (0, 4):
-        padded = torch.zeros(operands[at].shape[0], -(-k // 16) * 16, dtype=torch.int8, device=CUDA)
-        padded[:, :k] = operands[at]
-        operands[at] = padded[:, :k]
-    (found,) = testing.poisoned(lambda: (programs.candidates(operands[:4], operands[4:8], operands[8]),))
-    least, most, bits = reaches(x, w, given, found)
-    assert bits[least > 0].all()
-    assert not bits[most < 0].any()
-    assert ((least > 0) | (most < 0)).float().mean() > 0.99
 
 
 @DTYPES
