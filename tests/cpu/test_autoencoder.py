@@ -168,7 +168,7 @@ def test_codes_and_strategies() -> None:
     assert [row.layer for row in twell.explain(model)][:2] == ["0", "0"]
     twell.nn.set_strategy(model, "row", screen="off")
     assert (sae.strategy, sae.screen, model[1].strategy) == ("row", "off", "row")
-    assert [row.strategy for row in twell.explain(sae)] == ["dense", "row"]
+    assert [row.strategy for row in twell.explain(sae)] == ["dense", "dense"]
     with pytest.raises(NotImplementedError, match="invariant must be False for a SparseAutoencoder"):
         twell.nn.set_strategy(model, "auto", invariant=True)
     assert model[1].strategy == "row"

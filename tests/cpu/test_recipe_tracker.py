@@ -210,7 +210,7 @@ def test_compiled_models_have_two_variants() -> None:
         (y.sum() + recipe.l1_term(model)).backward()
         tracker.dead()
     assert counter.frame_count == 2
-    assert [row.strategy for row in tracker.read().layers] == ["dense", "union"]
+    assert [row.strategy for row in tracker.read().layers] == ["dense", "dense"]
 
 
 def test_inference_mode_and_autocast_are_tracked() -> None:
