@@ -4,9 +4,8 @@
 
 Each engine is a process of its own. All start side by side, compile and capture; then they take runs of each workload
 in turn, one at a time, since hosts wander. A step is the CUDA graph that the engine captured for so many sequences,
-replayed while all of them decode, and timed by events. Graphs of "auto" know the figures that an earlier run of the
-same model left in the user's cache: run twice for steps of a server that was started before. Models are drawn. Of
-"nemotron", a Nemotron-H with routed experts, all engines have vLLM's own class:
+replayed while all of them decode, and timed by events. Graphs of "auto" know the sparsity_figures of the model's
+configuration. Models are drawn. Of "nemotron", a Nemotron-H with routed experts, all engines have vLLM's own class:
 
     python -m profiling.engine --model nemotron --engines stock auto row --work FOLDER --out engine.json
 """

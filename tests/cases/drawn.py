@@ -284,7 +284,7 @@ def _autoencoder(s: Streams, kind: str, number: int, limits: Limits, given: dict
     exact, name = given["exact"], s.choice("codes", ("relu", "jumprelu", "topk", "batchtopk"))
     strategy = "row" if given["strategy"].startswith("row") else "dense" if given["strategy"] == "dense" else "union"
     found: dict[str, Any] = {"m": m, "k": k, "n": n, "activation": name, "strategy": strategy, "coherent": False}
-    found |= {"tied": s.chance("tied", 0.3), "skip": s.chance("skip", 0.3), "train": s.chance("train", 0.7)}
+    found |= {"skip": s.chance("skip", 0.3), "train": s.chance("train", 0.7)}
     if name in ("topk", "batchtopk"):
         found["top"] = min(s.choice("top", (1, 2, 5, 32, n)), geometry.hybrid_capacity(8, n) // 8, n)
     elif name == "jumprelu":
@@ -293,10 +293,8 @@ def _autoencoder(s: Streams, kind: str, number: int, limits: Limits, given: dict
     found["x_layout"] = "plain" if given["x_layout"] == "expanded" else given["x_layout"]
     found["aux"] = s.chance("aux", 0.6)
     if s.chance("trains", 0.6):
-        case = Case("autoencoder", tied=found["tied"], skip=found["skip"], activation=name, top=found.get("top", 0))
+        case = Case("autoencoder", skip=found["skip"], activation=name, top=found.get("top", 0))
         found |= _learns(s, case.operands) | {"train": True, "aux": True}
-        # gradients of real numbers are held to the worst that roundings can do
-        found["wants"] = found["wants"] if found["wants"] != "w_down" or not found["tied"] else "w_up"
     return found
 
 

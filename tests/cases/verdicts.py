@@ -339,7 +339,7 @@ def rounded_again(case: Case, device: torch.device) -> set[str]:
         return set() if rounds_weighted(case, device) else {"y"}
     if case.kind != "autoencoder":
         return set()
-    return {"b_down", *(["w_up"] if case.tied else []), *(["x"] if case.skip else [])} & set(case.wanted)
+    return {"b_down", *(["x"] if case.skip else [])} & set(case.wanted)
 
 
 def judge_beside_dense(case: Case, o: Operands, y: Tensor, right: Tensor, nonzeros: float) -> None:

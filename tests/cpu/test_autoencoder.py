@@ -1,18 +1,14 @@
 """``twell.nn.SparseAutoencoder``: its formula, gradients, figures, files and errors, beside plain PyTorch."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint
-from safetensors.torch import save_file
 from torch import Tensor
 
 import twell
-from twell.integrations import gemma_scope
 from twell.nn.layers import SparseAutoencoder
 
 K, N, M = 24, 96, 40
@@ -58,29 +54,17 @@ def test_the_moving_threshold_of_batchtopk(strategy: Any) -> None:
     assert torch.equal(sae.threshold, kept)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_decoder_rows_of_norm_1(tied: bool) -> None:
-    sae, x = made("relu", torch.float64, tied=tied), tokens(torch.float64)
+def test_decoder_rows_of_norm_1() -> None:
+    sae = made("relu", torch.float64)
     one = torch.ones(N, dtype=torch.float64)
-    torch.testing.assert_close(sae.decoder.norm(dim=1), one)
-    with pytest.raises(ValueError, match="must have a gradient, got none"):
-        sae.remove_parallel_gradients_()
-    with torch.no_grad():
-        sae.decoder.mul_(torch.arange(1, N + 1)[:, None] / N)
-    sae(x).square().sum().backward()
-    weight = sae.W_enc if tied else sae.W_dec
-    before = (weight.grad.t() if tied else weight.grad).clone()  # type: ignore[union-attr]
-    sae.remove_parallel_gradients_()
-    after, rows = (weight.grad.t() if tied else weight.grad), sae.decoder  # type: ignore[union-attr]
-    units = rows / rows.norm(dim=1, keepdim=True)
-    torch.testing.assert_close((after * rows).sum(1), 0 * one)  # type: ignore[operator]
-    torch.testing.assert_close(after, before - (before * units).sum(1, keepdim=True) * units)
+    torch.testing.assert_close(sae.W_dec.norm(dim=1), one)
+    rows = sae.W_dec
     with torch.no_grad():
         rows.mul_(3)
         rows[4] = 0
     sae.normalize_decoder_()
     one[4] = 0
-    torch.testing.assert_close(sae.decoder.norm(dim=1), one)
+    torch.testing.assert_close(sae.W_dec.norm(dim=1), one)
 
 
 def test_dead_neurons_and_their_loss() -> None:
@@ -96,7 +80,7 @@ def test_dead_neurons_and_their_loss() -> None:
         pre, count = ((x - sae.b_dec) @ sae.W_enc + sae.b_enc)[..., mask], int(mask.sum())
         values, which = pre.topk(min(K // 2, count))
         z = torch.zeros_like(pre).scatter(-1, which, values)
-        right = (error - z @ sae.decoder[mask]).square().sum(-1).mean() * min(1, count / (K // 2))
+        right = (error - z @ sae.W_dec[mask]).square().sum(-1).mean() * min(1, count / (K // 2))
         found = sae.auxiliary_loss(x, y, mask)
         torch.testing.assert_close(found, right)
     # what y lacks is no part of y's training
@@ -127,16 +111,6 @@ def test_explain_says_what_raises() -> None:
     assert training.reason == "calls raise: k is above 64"
     with pytest.raises(NotImplementedError, match="k must be at most 64 of 512 neurons in training, got 100"):
         sae(torch.randn(8, 64, dtype=torch.bfloat16))
-
-
-def test_transcoders(caplog: pytest.LogCaptureFixture) -> None:
-    sae = SparseAutoencoder(K, N, 40, skip=True, apply_b_dec_to_input=False, strategy="union", dtype=torch.bfloat16)
-    x = tokens(torch.bfloat16)
-    with caplog.at_level("INFO", "twell"):
-        y = sae(x)
-    assert y.shape == (2, M // 2, 40)
-    assert f"a SparseAutoencoder runs dense: the kernels take one size of x and y, got {K} and 40" in caplog.text
-    assert torch.equal(y, F.linear(sae.encode(x), sae.decoder.t(), sae.b_dec) + F.linear(x, sae.W_skip))  # type: ignore[arg-type]
 
 
 @KIND
@@ -172,31 +146,3 @@ def test_codes_and_strategies() -> None:
     with pytest.raises(NotImplementedError, match="invariant must be False for a SparseAutoencoder"):
         twell.nn.set_strategy(model, "auto", invariant=True)
     assert model[1].strategy == "row"
-
-
-def test_files_of_gemma_scope_and_what_is_refused(tmp_path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-    generator = numpy.random.default_rng(0)
-    sizes = {"W_enc": (K, N), "W_dec": (N, 32), "b_enc": N, "b_dec": 32, "threshold": N}
-    arrays = {name: abs(generator.standard_normal(size, dtype="float32")) for name, size in sizes.items()}
-    numpy.savez(tmp_path / "params.npz", **arrays)
-    sae, x = gemma_scope.load(tmp_path / "params.npz"), tokens()
-    pre = x.numpy() @ arrays["W_enc"] + arrays["b_enc"]
-    right = (pre * (pre > arrays["threshold"])) @ arrays["W_dec"] + arrays["b_dec"]
-    torch.testing.assert_close(sae(x), torch.from_numpy(right), rtol=1e-4, atol=1e-4)
-    # of Gemma Scope 2
-    names = {"W_enc": "w_enc", "W_dec": "w_dec"}
-    tensors = {names.get(name, name): torch.from_numpy(array) for name, array in arrays.items()}
-    tensors["affine_skip_connection"] = skip = torch.randn(K, 32)
-    save_file(tensors, tmp_path / "params.safetensors")
-    loaded = gemma_scope.load(tmp_path / "params.safetensors")
-    torch.testing.assert_close(loaded(x), sae(x) + x @ skip)
-    assert gemma_scope.load(tmp_path / "params.npz", dtype=torch.bfloat16).W_dec.dtype == torch.bfloat16  # type: ignore[union-attr]
-    numpy.savez(tmp_path / "odd.npz", **(arrays | {"b_enc": arrays["b_dec"]}))
-    with pytest.raises(ValueError, match="must hold tensors of one autoencoder"):
-        gemma_scope.load(tmp_path / "odd.npz")
-    numpy.savez(tmp_path / "few.npz", W_enc=arrays["W_enc"])
-    with pytest.raises(ValueError, match="must hold W_enc, W_dec, b_enc, b_dec, threshold, got W_enc"):
-        gemma_scope.load(tmp_path / "few.npz")
-    with pytest.raises(ValueError, match=r"path must end with .npz or .safetensors, got params.pt"):
-        gemma_scope.load(tmp_path / "params.pt")

@@ -1,6 +1,5 @@
 """The scripts of examples/: a run learns, goes on with the same bits, draws its chart and says what it cannot do."""
 
-import functools
 import json
 import os
 import random
@@ -17,14 +16,11 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import nanochat
 import relufy
-import sae
 import train
 import transformers
 from runs import Sequences, Text, new_tokenizer, tokenised
 
-import twell
 from twell import recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
@@ -34,9 +30,9 @@ SMALL = (
     "--learning_rate 1e-2 --held_out 0.1 --disable_tqdm 1 --use_cpu 1 --bf16 0"
 ).split()
 LLAMA = "--sizes 2 32 64 2 --vocab 300 --gradient_accumulation_steps 2".split()
-# two thirds of the neurons are dead within a few steps, and some come back
+# two thirds of the neurons are dead within a few steps
 # dead neurons are counted at each checkpoint, as at the first step of a run that goes on
-SPARSE = "--l1 0.1 --reinitialize 0.1 --observe_every 2 --strategy union".split()
+SPARSE = "--l1 0.1 --observe_every 2 --strategy union".split()
 
 
 @pytest.fixture(scope="session")
@@ -388,92 +384,3 @@ def test_relufy_says_what_it_cannot_do(
 ) -> None:
     assert relufied(kind, *more) == 2
     assert message in capsys.readouterr().err
-
-
-# sae.py
-
-
-@pytest.fixture
-def explained(text: Path, dense: Callable[[str], Path], tmp_path: Path) -> Callable[..., int]:
-    def explained(*more: object, out: str = "out") -> int:
-        given = ["--model", str(dense("llama")), "--text", str(text), "--output_dir", str(tmp_path / out), *SMALL]
-        return sae.main([*given, "--width", "64", "--sequence", "16", *map(str, more)])
-
-    return explained
-
-
-@pytest.mark.parametrize(
-    "activation",
-    ["relu", "topk", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("jumprelu", "batchtopk"))],
-)
-def test_autoencoders_learn_and_go_on_with_the_same_bits(
-    explained: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, activation: str
-) -> None:
-    more = ["--activation", activation, "--sparsity", 4, 8, "--dead_after", 200, "--strategy", "union"]
-    assert explained(*more, out="whole") == 0
-    rows = json.loads((tmp_path / "whole" / "results.json").read_text())
-    assert [row["sparsity"] for row in rows] == [4, 8]
-    assert rows[0]["loss_without"] > 0
-    lines = [line for line in log(tmp_path / "whole" / "4") if "loss" in line]
-    assert lines[-1]["explained"] > lines[0]["explained"]
-    if activation == "topk":
-        assert 3 < rows[0]["sparsity_l0"] <= 4 < rows[1]["sparsity_l0"] <= 8
-    assert {path.name for path in (tmp_path / "whole").glob("*/chart.png")} == {"chart.png"}
-    interrupting(monkeypatch, 6)
-    assert explained(*more) == 130
-    assert explained(*more) == 0
-    for value in ("4", "8"):
-        assert same(tmp_path / "out" / value / "final", tmp_path / "whole" / value / "final")
-        assert log(tmp_path / "out" / value) == log(tmp_path / "whole" / value)
-    assert json.loads((tmp_path / "out" / "results.json").read_text()) == rows
-    # a run that has ended has the same figures
-    assert explained(*more) == 0
-    assert json.loads((tmp_path / "out" / "results.json").read_text()) == rows
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--activation", "topk", "--sparsity", 2.5], "--sparsity: expected whole numbers for topk, got [2.5]"),
-        (["--module", "model.layers.9"], "--module: expected a module's name, as ['model.layers.0.mlp', "),
-    ],
-)
-def test_sae_says_what_it_cannot_do(
-    explained: Callable[..., int], capsys: Any, more: list[object], message: str
-) -> None:
-    assert explained(*more) == 2
-    assert message in capsys.readouterr().err
-
-
-# nanochat.py
-
-
-@pytest.mark.parametrize("strategy", ["auto", "union"])
-def test_a_loop_of_ones_own_goes_on_with_the_same_bits(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
-    def looped(out: str, *more: object) -> int:
-        small = "--depth 2 --heads 1 --vocab 300 --sequence 32 --batch 4 --steps 24 --every 4 --nnz 12".split()
-        return nanochat.main(["--text", str(text), "--out", str(tmp_path / out), *small, *map(str, more)])
-
-    monkeypatch.setattr(twell, "sparsify_", functools.partial(twell.sparsify_, strategy=strategy))
-    assert looped("whole") == 0
-    lines = log(tmp_path / "whole")
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
-    assert lines[-1]["sparsity_l0"] < lines[0]["sparsity_l0"]
-    assert (tmp_path / "whole" / "chart.png").exists()
-    plain, calls = torch.optim.Muon.step, [0]
-
-    def step(self: Any, *given: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 11:
-            raise KeyboardInterrupt
-        return plain(self, *given)
-
-    monkeypatch.setattr(torch.optim.Muon, "step", step)
-    assert looped("out") == 130
-    assert looped("out") == 0
-    assert calls[0] == 11 + 16
-    assert log(tmp_path / "out") == lines
-    assert looped("out", "--nnz", 20) == 2
-    assert looped("none", "--text", "/nowhere") == 2

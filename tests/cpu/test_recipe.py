@@ -1,7 +1,6 @@
 """The training recipe: the L1 term and dead neurons."""
 
 import copy
-import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -9,19 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.nn.functional as F
 from recipe_models import (
-    Adapted,
-    B,
     K,
     Model,
     N,
-    S,
     assert_close,
     gate_l1,
     gradients,
     inputs,
-    pair,
     plain_pass,
     plain_term,
 )
@@ -36,8 +30,8 @@ BF16 = torch.bfloat16
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
-def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None, **options: Any) -> Tensor:
-    loss = (model if forward is None else forward)(x).square().mean() + 0.1 * recipe.l1_term(model, **options)
+def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    loss = (model if forward is None else forward)(x).square().mean() + 0.1 * recipe.l1_term(model)
     loss.backward()
     return loss.detach()
 
@@ -87,16 +81,12 @@ def test_l1_term_says_what_is_wrong() -> None:
     with pytest.raises(RuntimeError, match="is in eval mode"):
         recipe.l1_term(model)
     model.train()(x)
-    model(x)
-    with pytest.raises(RuntimeError, match=r"called 2 times .* several=True"):
-        recipe.l1_term(model)
-    # as the error says
-    torch.testing.assert_close(recipe.l1_term(model, several=True), plain_term(plain_pass(model, x)[2]))
+    # of two calls the mean
+    other = 2 * x
+    model(other)
+    wanted = [plain_term(plain_pass(model, each)[2]) for each in (x, other)]
+    torch.testing.assert_close(recipe.l1_term(model), sum(wanted) / 2)
     assert not unread(model)
-    model(x)
-    recipe.clear_aux(model)
-    model(x)
-    recipe.l1_term(model)
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
@@ -146,12 +136,11 @@ def test_a_layer_that_is_skipped_has_an_l1_of_zero() -> None:
     part = Model(model.blocks[0].mlp, model.blocks[2].mlp)
     part.blocks[0], part.blocks[1] = model.blocks[0], model.blocks[2]
     expected = plain_term(plain_pass(part, x)[2]) * 2 / 3
-    for several in (False, True):
-        part(x)
-        term = recipe.l1_term(model, several=several)
-        torch.testing.assert_close(term, expected)
-        term.backward()
-        assert skipped.mlp.up_proj.weight.grad is None
+    part(x)
+    term = recipe.l1_term(model)
+    torch.testing.assert_close(term, expected)
+    term.backward()
+    assert skipped.mlp.up_proj.weight.grad is None
     part(x)
     shared = gate_l1(part)
     part(x)
@@ -167,61 +156,6 @@ def test_a_layer_that_is_skipped_has_an_l1_of_zero() -> None:
     part(x)
     with pytest.raises(RuntimeError, match=r"blocks\.1\.mlp recorded nothing: it is in eval mode"):
         recipe.l1_term(model)
-
-
-def masked() -> Tensor:
-    mask = torch.ones(B, S, dtype=torch.long)
-    mask[1, :5] = 0
-    return mask
-
-
-@pytest.mark.parametrize("layers", ["named", "dense", "pair", "adapter"])
-def test_padding_is_left_out_of_the_term(layers: str) -> None:
-    strategy: Any = "dense" if layers == "dense" else "union"
-    mlps: list[Any] = [SparseGatedMLP(K, N, True, strategy=strategy), SparseMLP(K, N, True, strategy=strategy)]
-    if layers == "pair":
-        mlps = [pair()]
-    if layers == "adapter":
-        mlps[0].up_proj = Adapted(K, N)
-    model, (x,), mask = Model(*mlps).double(), inputs(dtype=torch.float64), masked()
-    if layers == "pair":
-        state = F.relu(F.linear(model.blocks[0].norm(x), mlps[0].fc1.weight, mlps[0].fc1.bias))
-        states = [state]
-    else:
-        states = plain_pass(model, x)[2]
-    expected = torch.stack([(h.abs().sum(-1) * mask).sum() / mask.sum() for h in states]).mean()
-    weights = [p for name, p in model.named_parameters()]
-    right = torch.autograd.grad(expected, weights, allow_unused=True)
-    recipe.record_aux(model, inputs=True)
-    for given in (mask, mask.bool()):
-        model(x)
-        term = recipe.l1_term(model, attention_mask=given)
-        torch.testing.assert_close(term, expected)
-        for got, wanted in zip(torch.autograd.grad(term, weights, allow_unused=True), right, strict=True):
-            torch.testing.assert_close(*(torch.zeros(()) if g is None or not g.any() else g for g in (got, wanted)))
-    assert not unread(model)
-    # nothing but padding
-    model(x)
-    assert recipe.l1_term(model, attention_mask=mask * 0) == 0
-
-
-def test_a_mask_of_other_tokens_is_refused() -> None:
-    layer, x, mask = SparseGatedMLP(K, N), torch.randn(B, S, K), masked()
-    recipe.record_aux(layer)
-    experts = nn.ModuleDict({"experts": nn.ModuleList([layer])})
-    recipe.record_aux(layer, inputs=True)
-    layer(x.flatten(0, 1))
-    right = recipe.l1_term(layer, attention_mask=mask)
-    layer(x)
-    assert torch.equal(recipe.l1_term(layer, attention_mask=mask), right)
-    wrong: Any = [(layer, x[:, 1:], mask), (layer, x, mask.t()), (layer, x, mask[:, None]), (layer, x[:1], mask)]
-    # the router may have changed their order
-    wrong.append((experts, x.flatten(0, 1), mask))
-    for model, given, tokens in wrong:
-        layer(given)
-        with pytest.raises(ValueError, match=r"attention_mask must be of the tokens of .* leave it out there"):
-            recipe.l1_term(model, attention_mask=tokens)
-        recipe.clear_aux(layer)
 
 
 def test_checkpointing_changes_nothing() -> None:
@@ -347,101 +281,3 @@ def test_forgetting_to_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         model(x)
     with pytest.raises(RuntimeError, match="called 4 times in training mode without a read of"):
         model(x)
-
-
-# Dead neurons
-
-
-@pytest.mark.parametrize(("cls", "dtype"), [(SparseGatedMLP, BF16), (SparseMLP, torch.float32)])
-def test_reinitialize_moves_dead_rows_alone(cls: Any, dtype: torch.dtype) -> None:
-    mlp = cls(256, 1024, dtype=dtype)
-    gate = mlp.gate_proj if cls is SparseGatedMLP else mlp.up_proj
-    before = {name: p.detach().clone() for name, p in mlp.named_parameters()}
-    dead = torch.arange(1024) % 3 == 0
-    recipe.reinitialize_dead(mlp, dead, step=7)
-    for name, parameter in mlp.named_parameters():
-        if parameter is not gate.weight:
-            assert torch.equal(parameter, before[name])
-    old = before["gate_proj.weight" if cls is SparseGatedMLP else "up_proj.weight"]
-    assert torch.equal(gate.weight[~dead], old[~dead])
-    noise = (gate.weight[dead].double() - 0.9 * old[dead].double()) / 0.1
-    # 87,552 draws; bf16 rounds W to 2^-9 of itself, which is 10 times as much of the noise
-    assert abs(noise.mean()) < 5 * 0.02 / noise.numel() ** 0.5
-    assert abs(noise.std() / 0.02 - 1) < 0.02
-    assert gate.weight.requires_grad
-
-
-def test_reinitialize_draws_by_step_layer_and_seed() -> None:
-    model = Model(SparseGatedMLP(K, N), SparseGatedMLP(K, N))
-    with torch.no_grad():
-        for mlp in recipe.layers(model).values():
-            mlp.gate_proj.weight.zero_()  # type: ignore[union-attr]
-    everything = {name: torch.ones(N, dtype=torch.bool) for name in recipe.layers(model)}
-
-    def drawn(**options: Any) -> list[Tensor]:
-        each = copy.deepcopy(model)
-        recipe.reinitialize_dead(each, everything, fraction=1.0, **options)
-        return [block.mlp.gate_proj.weight.detach() for block in each.blocks]
-
-    torch.manual_seed(5)
-    first, again = drawn(step=3), drawn(step=3)
-    assert all(torch.equal(a, b) for a, b in zip(first, again))
-    # the global generator is left alone
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    drawn(step=3)
-    assert torch.equal(torch.rand(1), expected)
-    draws = [*first, *drawn(step=4), *drawn(step=3, seed=1)]
-    for a, b in itertools.combinations(draws, 2):
-        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.2
-    only = copy.deepcopy(model)
-    recipe.reinitialize_dead(only, {"blocks.1.mlp": everything["blocks.1.mlp"]}, step=3, fraction=1.0)
-    assert not only.blocks[0].mlp.gate_proj.weight.any()
-    assert torch.equal(only.blocks[1].mlp.gate_proj.weight, first[1])
-
-
-def test_a_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
-    model = nn.ModuleList(SparseMLP(K, N) for _ in range(2))
-    model[1].up_proj.weight = model[0].up_proj.weight
-    before = model[0].up_proj.weight.detach().clone()
-    first, second = torch.arange(N) < 6, torch.arange(N) > 2
-    recipe.reinitialize_dead(model, {"0": first, "1": second}, step=0)
-    changed = (model[0].up_proj.weight != before).any(1)
-    assert torch.equal(changed, first & second)
-    # the other layer stays as it is; one that dead does not name need not have a weight
-    model.append(SparseMLP(K, N))
-    model[2].up_proj = nn.Sequential(model[2].up_proj)
-    before = model[0].up_proj.weight.detach().clone()
-    recipe.reinitialize_dead(model, {"0": first}, step=0)
-    assert torch.equal(model[0].up_proj.weight, before)
-
-
-def test_frozen_gates_can_be_left_out() -> None:
-    model = nn.ModuleList(SparseGatedMLP(K, N) for _ in range(2))
-    model[0].gate_proj.requires_grad_(False)
-    assert recipe.trained_layers(model) == {"1"}
-    before: Any = model[1].gate_proj.weight.detach().clone()
-    dead = torch.arange(N) < 6
-    recipe.reinitialize_dead(model, {"1": dead}, step=0)
-    assert torch.equal((model[1].gate_proj.weight != before).any(1), dead)
-
-
-def test_reinitialize_revives_neurons() -> None:
-    model, (x,) = Model(SparseGatedMLP(K, N)), inputs()
-    # the same direction for all tokens, so that a row can be silent for all of them
-    x = x + 10
-    model.blocks[0].norm = nn.Identity()
-    gate = recipe.layers(model)["blocks.0.mlp"].gate_proj.weight  # type: ignore[union-attr]
-    with torch.no_grad():
-        gate[:20] = -gate[:20].abs()
-    tracker = SparsityTracker(model, every=1)
-    dead = []
-    for number in range(60):
-        with tracker.watch(number):
-            model(x)
-        masks = tracker.dead()
-        dead.append(int(masks["blocks.0.mlp"][:20].sum()))
-        recipe.reinitialize_dead(model, masks, step=number)
-    assert dead[0] == 20
-    assert dead[-1] < 4

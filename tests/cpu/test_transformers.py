@@ -18,7 +18,6 @@ import twell  # noqa: E402
 from twell.integrations import layouts  # noqa: E402
 from twell.integrations.sparsify import layers  # noqa: E402
 from twell.integrations.transformers import load, sparsify  # noqa: E402
-from twell.nn.layers import SparseMLP  # noqa: E402
 
 BF16 = torch.bfloat16
 K, N, VOCABULARY = 32, 72, 61
@@ -506,7 +505,6 @@ PAPER = {
     "auto_map": {"AutoModelForCausalLM": "theirs.Theirs"},
 }
 LLAMA_TYPE = {"model_type": "llama_sparse_relu", "architectures": ["Theirs"]}
-UNGATED = PAPER | {"sparsity_gated_mlp": False}
 SQUARE = PAPER | {"sparsity_new_intermediate_size": K}
 ROWS = {"sparsity_down_layout": "rows"}
 
@@ -522,9 +520,6 @@ ROWS = {"sparsity_down_layout": "rows"}
         ("llama", PAPER, {"rows": True, "pickled": True}, "relu"),
         ("qwen2", PAPER | LLAMA_TYPE | {"model_type": "qwen2_sparse_relu"}, {"pickled": True}, "relu"),
         ("llama", PAPER | {"hidden_act": "drelu"}, {}, "drelu"),
-        # other stock activations are ignored
-        ("llama", UNGATED, {}, "relu"),
-        ("llama", UNGATED | {"hidden_act": "relu2"}, {"rows": True}, "relu2"),
         # the key of a stock class, as `twell convert` of 0.3 left it
         ("llama", ROWS, {"rows": True}, "relu"),
     ],
@@ -534,10 +529,6 @@ def test_files_of_others(
     kind: str, fields: Any, how: Any, activation: Any, dtype: Any, tmp_path: Path, quiet: pytest.LogCaptureFixture
 ) -> None:
     model = stock(kind)
-    gated = fields.get("sparsity_gated_mlp", True)
-    if not gated:
-        for block in model.model.layers:
-            block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     folder = store(model, tmp_path, fields, **how)
@@ -549,29 +540,22 @@ def test_files_of_others(
     assert getattr(loaded.config, "sparsity_l1_coeff", None) == fields.get("sparsity_l1_coeff")
     own = fields.get("sparsity_strategy", "auto"), fields.get("sparsity_compression", 8)
     assert {(each.strategy, each.compression) for each in layers(loaded).values()} == {own}
-    expected = out(given(model if not gated else sparsify(model, strategy=own[0]), (activation, 0)))
+    expected = out(given(sparsify(model, strategy=own[0]), (activation, 0)))
     assert torch.equal(out(loaded), expected)
     # over the very files that the weights came from
     loaded.save_pretrained(folder)
     assert layouts.LAYOUT_KEY not in json.loads((folder / "config.json").read_text())
     assert torch.equal(out(load(folder, dtype=dtype)), expected)
-    if gated and activation != "drelu":
+    if activation != "drelu":
         again = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         assert (type(again), len(layers(again))) == (type(model), 0)
         torch.testing.assert_close(out(again), expected, rtol=0.1, atol=0.1)
-    elif not gated:
-        # the stock class would draw a gate
-        with pytest.raises(ValueError, match=r"transformers\.load reads it"):
-            transformers.AutoModelForCausalLM.from_pretrained(folder)
-        # square files that save_pretrained wrote have one layout
-        square, _ = twell.compact(loaded, {name: torch.arange(N) < K for name in layers(loaded)})
-        square.save_pretrained(tmp_path / "square")
-        assert torch.equal(out(load(tmp_path / "square", dtype=dtype)), out(square))
 
 
 @pytest.mark.parametrize(
     ("fields", "how", "why"),
     [
+        (PAPER | {"sparsity_gated_mlp": False}, {}, "layers must have a gate, .* got sparsity_gated_mlp = False"),
         (SQUARE, {}, r"must be \[32, 32\] or \[32, 32\], whose order tells the layout"),
         (ROWS | {"intermediate_size": K}, {"pickled": True}, r"must be \[32, 32\] or \[32, 32\], whose order tells"),
         (PAPER | {"quantization_config": {"quant_method": "fp8", "weight_block_size": None}}, {"rows": True},
@@ -588,23 +572,6 @@ def test_files_of_others_that_are_refused(
     folder = store(stock("llama", intermediate_size=size), tmp_path, fields, **how)
     with pytest.raises(ValueError, match=why):
         load(folder)
-
-
-def test_other_heads_of_files_of_0_3(tmp_path: Path) -> None:
-    """The stock classes open them, dense; they are ReLU, and a classifier's head is its own."""
-    torch.manual_seed(0)
-    dense = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**_LLAMA)).eval()
-    folder = store(dense, tmp_path / "old", of_0_3("llama"))
-    for auto in (transformers.AutoModelForSequenceClassification, transformers.AutoModel):
-        model = auto.from_pretrained(folder).eval()
-        assert type(model).__name__ in ("LlamaForSequenceClassification", "LlamaModel")
-        body, right = getattr(model, "model", model), dense.model
-        assert torch.equal(out(sparsify(body)), out(right))
-    square = {"sparsity_down_layout": None, "intermediate_size": K}
-    for changes in ({"sparsity_down_layout": "rows"}, {"sparsity_gated_mlp": False}, square):
-        store(dense, folder, of_0_3("llama", **changes))
-        with pytest.raises(ValueError, match=r"transformers\.load reads it"):
-            auto.from_pretrained(folder)
 
 
 OWN_CODE = """
@@ -649,6 +616,11 @@ def test_a_compacted_model_is_saved_and_loaded(kind: str, tmp_path: Path) -> Non
     assert stored(tmp_path).keys() >= small.state_dict().keys() - {"lm_head.weight"}
     assert all(torch.equal(value, small.state_dict()[key]) for key, value in loaded.state_dict().items())
     assert torch.equal(out(loaded), out(small))
+    if kind == "opt":
+        small.model.decoder.layers[0].fc2.compaction.kept[:] = True
+        small.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"fc2 must have the 72 neurons of its mask, got 48"):
+            load(tmp_path)
 
 
 # Models in servers and trainers

@@ -5,7 +5,6 @@ tests/serving has the tests with the engine.
 
 import json
 import sys
-import weakref
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,9 +18,9 @@ from twell.choose import cards
 from twell.choose import site as sites
 from twell.choose.plan import Facts, routed
 from twell.choose.rates import Figures, Problem
-from twell.integrations import _vllm_auto, _vllm_kernels, layouts
+from twell.integrations import _vllm_kernels, layouts
 from twell.integrations import vllm as plugin
-from twell.integrations._vllm_auto import FIRST_STEPS, Kept, ServedStrategy, watch
+from twell.integrations._vllm_auto import ServedStrategy, watch
 from twell.nn import configuration
 from twell.ops.float8 import E4M3
 from twell.ops.library import check_layer
@@ -248,119 +247,6 @@ def test_a_rank_has_its_share_of_the_figures(gated: bool) -> None:
     assert sites.site_of(weight, True) is site
     found = {bucket.problem[:4]: bucket.figures for bucket in site._buckets.values()}
     assert found == {(256, 64, 96, gated): Figures(15.0, 0.4), (8192, 64, 96, gated): Figures(15.0, 0.1)}
-
-
-class Engine:
-    """What a start of vLLM makes of a model of two layers in one process: ``graphs`` are of its captures."""
-
-    def __init__(self, seed: int = 0, form: str = "relu") -> None:
-        generator = torch.Generator().manual_seed(seed)
-        weights = (torch.nn.Parameter(torch.rand(64, 40, generator=generator).bfloat16().t()) for _ in range(2))
-        self.model, self.sites = torch.nn.ParameterList(weights), {str(i): ServedStrategy(None) for i in range(2)}
-        for weight, site in zip(self.model, self.sites.values(), strict=True):
-            site.learn(weight, 2048, 5632, True, 1)
-        Kept(self.model, self.sites, form)
-        for site in self.sites.values():
-            # vLLM runs the model before it captures it
-            site.heeds(torch.empty(1, 8))
-
-    def graphs(self, m: int) -> list[str]:
-        problem = Problem(m, 2048, 5632, True, False)
-        return [site._peek(problem, record=True)[0] for site in self.sites.values()]
-
-    def serve(self, steps: type[Any], count: int, *nonzeros: float, m: int = 2048) -> None:
-        problem = Problem(m, 2048, 5632, True, False)
-        for site, mean in zip(self.sites.values(), nonzeros):
-            site.choose(problem)
-            site.observe(problem, Figures(mean, 0.1, 2 * mean))
-        for _ in range(count):
-            steps().execute_model(SimpleNamespace(total_num_scheduled_tokens=m))
-
-
-@pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
-    # of other tests
-    monkeypatch.setattr(_vllm_auto, "_all", weakref.WeakSet())
-    return tmp_path / "cache" / "figures"
-
-
-def test_graphs_of_the_next_start_know_the_figures(
-    steps: type[Any], kept: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "vllm.twell")
-    first = Engine()
-    assert first.graphs(128) == ["dense", "dense"]
-    first.serve(steps, FIRST_STEPS - 1, 30.0, 900.0)
-    assert not kept.exists()
-    first.serve(steps, 1)
-    (file,) = kept.iterdir()
-    second = Engine()
-    assert second.graphs(128) == ["row", "dense"]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"twell: 2 layers have figures of earlier requests, {file}"
-    ]
-    # of prompts, and for batches, whose tokens share no neurons
-    for site, mean in zip(second.sites.values(), (30.0, 900.0), strict=True):
-        assert {bucket.problem.m: bucket.figures for bucket in site._buckets.values()} == {
-            2048: Figures(mean, 0.1, 2 * mean),
-            256: Figures(mean, None),
-        }
-    # what was concluded from prompts does not pass for measured
-    second.serve(steps, FIRST_STEPS, 900.0, 900.0)
-    assert [[entry[0] for entry in of] for of in json.loads(file.read_text()).values()] == [[2048]] * 2
-    assert Engine().graphs(128) == ["dense", "dense"]
-    # and batches that were measured are taken as they are
-    second.serve(steps, FIRST_STEPS, 30.0, 30.0, m=100)
-    assert Engine().graphs(100) == ["row", "row"]
-
-
-def test_figures_of_other_weights_are_not_used(steps: type[Any], kept: Path) -> None:
-    engine = Engine()
-    engine.serve(steps, FIRST_STEPS, 30.0, 30.0)
-    assert Engine().graphs(128) == ["row", "row"]
-    assert Engine(form="drelu").graphs(128) == Engine(seed=1).graphs(128) == ["dense", "dense"]
-    # of weights that a trainer loads into the same tensors, without a word to the plug-in
-    engine.model[1].data.mul_(2)
-    engine.serve(steps, FIRST_STEPS, 20.0, 20.0)
-    assert len(list(kept.iterdir())) == 2
-    assert next(iter(Engine().sites["0"]._buckets.values())).figures == Figures(30.0, 0.1, 60.0)
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        *("", "[]", "{}", '{"0": [], "2": []}', '{"0": [[2048, 30.0, 0.1, 60.0, null]], "1": [[256]]}'),
-        *('{"0": [], "1": [[0, 3.0, null, null, null]]}', '{"0": [], "1": [["8", 3.0, null, null, null]]}'),
-        *('{"0": [], "1": [[8, NaN, null, null, null]]}', '{"0": [], "1": [[8, -3.0, null, null, null]]}'),
-    ],
-)
-def test_a_damaged_file_is_ignored(
-    written: str, steps: type[Any], kept: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = Engine()
-    engine.serve(steps, FIRST_STEPS, 30.0, 30.0)
-    (file,) = kept.iterdir()
-    whole = file.read_text()
-    file.write_text(written)
-    assert Engine().graphs(128) == ["dense", "dense"]
-    (record,) = caplog.records
-    assert record.getMessage().startswith(f"twell: figures of earlier requests are ignored, {file}: ")
-    # the next write replaces it
-    engine.serve(steps, FIRST_STEPS, 29.0, 30.0)
-    assert file.read_text() == whole.replace("30.0", "29.0", 1).replace("60.0", "58.0", 1)
-
-
-def test_a_folder_that_cannot_be_written_is_said_once(
-    steps: type[Any], kept: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    kept.parent.write_text("a file")
-    engine = Engine()
-    engine.serve(steps, 2 * FIRST_STEPS, 30.0, 30.0)
-    engine.serve(steps, 2 * FIRST_STEPS, 31.0, 30.0)
-    said = [record.getMessage() for record in caplog.records if "not kept" in record.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("twell: figures of requests are not kept for the next start: ")
 
 
 GPU = torch.device("cuda", 0)

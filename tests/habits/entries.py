@@ -1,6 +1,5 @@
 """Rows of the table: every entry point, how it is called, and which habits do not apply to it, with the reason."""
 
-import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
@@ -215,10 +214,8 @@ class Recipe(nn.Module):
         tracker.close()
         recipe.record_aux(self.model, False)
         small, _ = twell.compact(self.model, firing)
-        again = copy.deepcopy(self.model)
-        recipe.reinitialize_dead(again, {name: torch.ones_like(mask) for name, mask in dead.items()}, step=1)
         counts = [layer.counts for layer in firing.values()]
-        return y, term, dead, counts, small(x), again(x)
+        return y, term, dead, counts, small(x)
 
 
 def of_recipe(o: Operands, strategy: Any) -> tuple[nn.Module, Operands]:
@@ -344,7 +341,7 @@ ENTRIES: dict[str, Entry] = {
     ),
     "SparseAutoencoder, jumprelu": Entry(
         f"autoencoder {SIZES}",
-        partial(autoencoder, activation="jumprelu", threshold=1.5, bandwidth=1.0, tied=True),
+        partial(autoencoder, activation="jumprelu", threshold=1.5, bandwidth=1.0),
         MODULE
         | IN_A_MODULE
         | no("nothing promises it", "mains")

@@ -21,7 +21,7 @@ from tests.habits.entries import ENTRIES, Block, Fused
 from tests.habits.habits import results, same
 from twell import recipe, testing
 from twell.choose.plan import Facts, routed
-from twell.integrations import gemma_scope, layouts
+from twell.integrations import layouts
 from twell.nn import distributed
 from twell.nn.layers import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
 from twell.ops import float8, hybrid
@@ -161,11 +161,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     "recipe.clear_aux": (recipe.clear_aux, lambda: {"model": recorded()}),
     "recipe.l1_term": (recipe.l1_term, lambda: {"model": recorded()}),
     "recipe.l1_warmup": (recipe.l1_warmup, lambda: {"step": 0, "warmup_steps": 3}),
-    "recipe.reinitialize_dead": (
-        recipe.reinitialize_dead,
-        lambda: {"module": layer(), "dead": torch.zeros(N, dtype=torch.bool), "step": 0},
-    ),
-    "recipe.trained_layers": (recipe.trained_layers, lambda: {"model": layer()}),
     "recipe.SparsityTracker": (recipe.SparsityTracker, lambda: {"model": layer()}),
     "SparsityTracker.watch": (tracked, None),
     "recipe.TargetSparsity": (recipe.TargetSparsity, lambda: {"nnz": 5, "steps": 10}),
@@ -210,7 +205,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
         lambda: {"entries": [[1, 0.5, 0.75], [320, 1, 1]]},
     ),
     "layouts.settings_of": (lambda **own: layouts.settings_of({f"sparsity_{k}": v for k, v in own.items()}), dict),
-    "gemma_scope.load": (gemma_scope.load, None),
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[list[str], Any]] = {
     "analyze": (["model", "--text", "notes.txt"], analyze),
     "tune": ([], tune),
 }
-EXAMPLES = ("train", "relufy", "sae", "nanochat")
+EXAMPLES = ("train", "relufy")
 # words that the help has
 HELP = {
     "": "demo info analyze tune --version",

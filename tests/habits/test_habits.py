@@ -33,7 +33,7 @@ def test_refusal(section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 PUBLIC = ("__init__", "nn/__init__", "recipe/__init__", "nn/distributed", *(f"integrations/{name}" for name in (
-    "transformers", "gemma_scope", "sae_lens", "vllm"
+    "transformers", "sae_lens", "vllm"
 )))  # fmt: skip
 # what calls return, bases, and classes whose makers have rows
 RECORDS = (

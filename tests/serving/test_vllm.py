@@ -187,19 +187,6 @@ def test_auto_learns_from_requests_alone(eager: bool, relu: Path, serve: Serve, 
     assert served.known == [[[256, [3.5, 0.2]], [8192, [3.5, 0.1]]], [[256, [40.25, 0.6]], [8192, [40.25, 0.5]]]]
 
 
-def test_the_next_start_knows_what_requests_measured(
-    relu: Path, serve: Serve, expected: list[list[int]], tmp_path: Path
-) -> None:
-    variables = {"TWELL_CACHE_DIR": str(tmp_path)}
-    serve(relu, request={"chooses": True, "repeat": 8}, variables=variables)
-    (file,) = (tmp_path / "figures").iterdir()
-    for off in ("0", "1"):
-        served = serve(relu, request={"chooses": True}, variables=variables | {"VLLM_DISABLE_COMPILE_CACHE": off})
-        assert served.tokens == expected
-        said = f"twell: {LAYERS} layers have figures of earlier requests, {file}"
-        assert (said in served.log) == (off == "0")
-
-
 def test_batch_invariant_mode_gives_a_token_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own mode needs a GPU."""
     import vllm.envs

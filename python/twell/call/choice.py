@@ -34,20 +34,16 @@ _BLOCK = 8192
 class Selection(NamedTuple):
     """What is kept of pre-activations: those above a ``threshold`` [N], or the ``most`` of all tokens together.
 
-    ``least``, 0-d and infinite, becomes the least of the latter, if there is one. ``codes`` [..., N], without gradient:
-    the latter, and 0 elsewhere, where the caller has chosen them.
+    ``least``, 0-d and infinite, becomes the least of the latter, if there is one.
     """
 
     threshold: Tensor | None = None
     bandwidth: float = 0.0
     most: int = 0
     least: Tensor | None = None
-    codes: Tensor | None = None
 
     def of_tokens(self, x: Tensor, w_up: Tensor, b_up: Tensor | None) -> Tensor:
         """The gate of x [M, K], 0 where it is not among the ``most``."""
-        if self.codes is not None:
-            return self.codes.reshape(-1, len(w_up))
         gate = F.linear(x, w_up, b_up)
         return gate.masked_fill_(~largest(gate, self.most, self.least), 0)
 
@@ -130,10 +126,7 @@ def hidden_of(gate: Tensor, choice: Selection) -> tuple[Tensor, Tensor]:
     """h [..., N] by PyTorch's operators, and the number of its non-zeros (0-d, float32), both with gradients."""
     if choice.threshold is not None:
         return _Jump.apply(gate, choice.threshold, choice.bandwidth)  # type: ignore[no-untyped-call, no-any-return]
-    if choice.codes is not None:
-        chosen = choice.codes != 0
-    else:
-        chosen = largest(gate.detach().reshape(-1, gate.shape[-1]), choice.most, choice.least).view(gate.shape)
+    chosen = largest(gate.detach().reshape(-1, gate.shape[-1]), choice.most, choice.least).view(gate.shape)
     return torch.where(chosen, gate, 0), chosen.sum(dtype=torch.float32)
 
 

@@ -26,7 +26,7 @@ from twell import __version__
 from twell.base.activation import RELU, Activation
 from twell.choose.plan import PACKED_DTYPES, Facts, Route, routed, unpackable
 from twell.integrations import _vllm_experts, _vllm_float8, _vllm_kernels, layouts, vllm
-from twell.integrations._vllm_auto import Kept, ServedStrategy, watch
+from twell.integrations._vllm_auto import ServedStrategy, watch
 from twell.integrations.sparsify import candidates
 from twell.integrations.sparsify.known import known
 from twell.integrations.sparsify.replace import put
@@ -214,7 +214,6 @@ def serve(
     trouble = functools.cache(functools.partial(_vllm_kernels.trouble, route, compression, on))
     reasons: Counter[str] = Counter()
     runs: Counter[bool] = Counter()
-    sites: dict[str, ServedStrategy] = {}
     for name, ffn in found.items():
         if isinstance(ffn, str):
             reason = ffn
@@ -228,8 +227,7 @@ def serve(
                 reason = trouble(ffn.activation, ffn.gated, down.weight.shape[0], dtype)
             if not reason:
                 runs[float8] += 1
-                sites[name] = _site(name, config)
-                replace(model, name, ffn, route, compression, sites[name])
+                replace(model, name, ffn, route, compression, _site(name, config))
                 continue
         if only_twell is not None:
             raise _missing(only_twell, layers, f"{name}: {reason}")
@@ -240,9 +238,6 @@ def serve(
         vllm.logger.warning(
             "twell: the model runs as without twell, which knows no feed-forward layer of it with ReLU or its square"
         )
-    stated = vars(config).get(layouts.FIGURES_KEY) is not None
-    if sites and route.strategy == "auto" and not stated and not envs.VLLM_DISABLE_COMPILE_CACHE:
-        Kept(model, sites, str((found, only_twell)))
     for float8, count in runs.items():
         watch()
         weights, said = " of e4m3 weights" if float8 else "", _vllm_kernels.described(route, on, float8)

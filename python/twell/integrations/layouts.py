@@ -7,7 +7,7 @@ code and of twell 0.3. The shape decides.
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,12 +62,12 @@ def stock_of_sparse(content: Mapping[str, Any]) -> str | None:
 def as_stock(content: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a sparse model's configuration for its stock class, which has ReLU; the marker stays, or is None.
 
-    A stock activation that it names is ignored, which is logged once.
+    A stock activation that it names is ignored, which is logged once. Raises ValueError for layers without a gate.
     """
-    left_out = ("model_type", "auto_map", NEURONS_KEY)
+    if not content.get(UNGATED_KEY, True):
+        raise ValueError(f"layers must have a gate, as stock classes do, got {UNGATED_KEY} = False")
+    left_out = ("model_type", "auto_map", NEURONS_KEY, UNGATED_KEY)
     fields = {key: value for key, value in content.items() if key not in left_out}
-    if fields.get(UNGATED_KEY, True):
-        fields.pop(UNGATED_KEY, None)
     fields |= {LAYOUT_KEY: content.get(LAYOUT_KEY), "intermediate_size": intermediate_size(content)}
     if said := ignored(content):
         warn_once(said)
@@ -81,21 +81,6 @@ def ignored(content: Mapping[str, Any]) -> str:
     stated = activation(content)
     known = stated in (None, "relu", *configuration.OF_SPARSE)
     return "" if known else f"the layers apply ReLU; the configuration says {stated!r}, which is ignored"
-
-
-def register(model_type: str, stock: Any, fields_of: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
-    """Let the Auto classes of transformers read configurations of a model type as a stock class's; return the reader.
-
-    fields_of: the fields of the stock class, of the content of a file.
-    """
-
-    def from_dict(cls: Any, config_dict: Mapping[str, Any], /, **kwargs: Any) -> Any:
-        return stock.from_dict({**fields_of(config_dict), "model_type": stock.model_type}, **kwargs)
-
-    own = {"model_type": model_type, "from_dict": classmethod(from_dict)}
-    reader = type(f"{stock.__name__}Of_{model_type}", (stock,), own)
-    sys.modules["transformers"].AutoConfig.register(model_type, reader, exist_ok=True)
-    return reader
 
 
 def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,6 @@ before it, and after it run dense or raise.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,8 +37,6 @@ from twell.integrations import layouts
 from twell.integrations import sparsify as _sparsify
 from twell.nn import configuration, down_layout, record
 from twell.nn.compaction import Compaction
-from twell.nn.float8 import Float8MLP
-from twell.nn.layers import SparseMLP
 from twell.runtime.log import logger
 
 try:
@@ -134,7 +131,7 @@ def sparsify(
 def _settle(model: Any) -> None:
     """See to layers that were made just now."""
     layers = _sparsify.layers(model).values()
-    for layer in (*layers, *(module for module in model.modules() if isinstance(module, Float8MLP))):
+    for layer in layers:
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True
@@ -168,30 +165,37 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     """The causal model in a folder or on the Hub, with its feed-forward layers through twell.
 
     As ``sparsify(AutoModelForCausalLM.from_pretrained(model, **options))``, of the layers that ``save_pretrained``
-    recorded, if it did, and compacted where they were. It also reads configurations that name an activation which no
+    recorded, if it did, and compacted where they were. Weights in e4m3 become 16 bits; ``twell.quantize_`` makes
+    layers in e4m3 of them. It also reads configurations that name an activation which no
     stock class has: "drelu", and "fatrelu" with its threshold as ``hidden_act_param``, as MiniCPM-S names it. Layers of
     twell that the model's class makes stay as they are. With ``trust_remote_code`` a folder's own code reads its own
     configuration, and what its modules compute decides.
 
     Files of the paper's code, and those of the sparse classes of twell 0.3, open in ``LlamaForCausalLM`` and
-    ``Qwen2ForCausalLM``: with ReLU, whatever stock activation ``hidden_act`` names, with the neurons that
-    ``sparsity_new_intermediate_size`` says, and without a gate where ``sparsity_gated_mlp`` is false. Their down
-    weights may be [hidden, intermediate] or [intermediate, hidden], which the shape tells. ``save_pretrained`` then
-    writes files of the stock class or, without a gate, which no stock class has, of the sparse one.
+    ``Qwen2ForCausalLM``: with ReLU, whatever stock activation ``hidden_act`` names, and with the neurons that
+    ``sparsity_new_intermediate_size`` says. Their down weights may be [hidden, intermediate] or [intermediate, hidden],
+    which the shape tells. ``save_pretrained`` then writes files of the stock class.
 
     ``strategy`` and ``compression`` are those of ``sparsify``; None is what the configuration says, by the keys
     ``sparsity_strategy``, ``sparsity_screen``, ``sparsity_invariant`` and ``sparsity_compression``, else the default.
     For its other arguments call ``sparsify`` itself. ``options`` are those of ``from_pretrained`` except for fields of
-    the configuration. Raises as ``from_pretrained`` and ``sparsify``; FileNotFoundError for a folder that does not
-    exist, unless the Hub may have one of its name; ValueError for a "fatrelu" without a threshold, for square down
-    weights of a sparse class, for a record of other layers than the model has, and for files without weights of the
-    body or with scales that transformers leaves out.
+    the configuration. Raises as ``from_pretrained`` and ``sparsify``; FileNotFoundError for a folder that neither
+    exists nor is on the Hub; ValueError for a "fatrelu" without a threshold, for layers of a sparse class that have no
+    gate or square down weights, for a record of other layers than the model has, for a compacted layer with other
+    neurons than its mask, and for files without weights of the body or with scales that transformers leaves out.
     """
     if not Path(model).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(model)):
         raise FileNotFoundError(
             f"load: model must be a folder or the name of one on the Hub, got {str(model)!r}, which does not exist"
         )
-    opened = open_saved(model, **options)
+    try:
+        opened = open_saved(model, **options)
+    except OSError as error:
+        if Path(model).exists():
+            raise
+        raise FileNotFoundError(
+            f"load: model {str(model)!r} is no folder here, and the Hub has none: {error}"
+        ) from error
     given = {"strategy": strategy, "compression": compression}
     return opened.with_layers(**{name: value for name, value in given.items() if value is not None})
 
@@ -224,6 +228,10 @@ class Opened(NamedTuple):
                 setattr(layer, name, value)
         self._give(layers)
         for name, compaction in self.compactions.items():
+            if (kept := int(compaction.kept.sum())) != layers[name].intermediate:
+                raise ValueError(
+                    f"load: {name} must have the {kept} neurons of its mask, got {layers[name].intermediate}"
+                )
             layers[name].compaction = compaction.train(model.training).to(layers[name].down_proj.weight.device)
         _settle(model)
         return model
@@ -254,12 +262,6 @@ class Opened(NamedTuple):
     def _give(self, layers: dict[str, Any]) -> None:
         """Give layers the activation of the record, or that which a key of the configuration has named for them."""
         model, own = self.model, self.own
-        if own and any(isinstance(module, Float8MLP) for module in model.modules()):
-            # they have the stock activation, and cannot change it
-            raise NotImplementedError(
-                f"load: layers in e4m3 must have ReLU or its square, got {next(iter(own.values())).name}: load files "
-                "in 16 bits, and quantise the model"
-            )
         alone = len(configuration.keys_naming(model.config, configuration.FAMILY)) == len(own) == 1
         made = {} if alone or not own else configuration.made_by(model)[0]
         for name, layer in layers.items():
@@ -276,10 +278,8 @@ class Opened(NamedTuple):
             key.write(model.config, named)
 
 
-def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> Opened:
+def open_saved(model: str | Path, **options: Any) -> Opened:
     """The causal model in a folder or on the Hub before its layers run through twell, and what its files say of them.
-
-    ``dequantize``: weights in e4m3 to 16 bits.
 
     Raises as ``load``.
     """
@@ -303,7 +303,7 @@ def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> O
     own = {} if own_code else configuration.as_stock(config)
     entries = record.read(config)
     stored = getattr(config, "quantization_config", None)
-    if dequantize and isinstance(stored, dict) and stored.get("quant_method") in _OF_E4M3:
+    if isinstance(stored, dict) and stored.get("quant_method") in _OF_E4M3:
         config.quantization_config = stored | {"dequantize": True}
     options |= {"config": config, "output_loading_info": True}
     if causal is None:
@@ -315,9 +315,6 @@ def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> O
     loaded.__class__ = causal
     # the marker is of files
     vars(loaded.config).pop(layouts.LAYOUT_KEY, None)
-    if not getattr(config, layouts.UNGATED_KEY, True):
-        # files that no stock class reads must not have its name
-        loaded.config.__class__ = _READERS[type(config)]
     require_read(loaded, about)
     return Opened(loaded, own, entries, settings, reader._found)
 
@@ -333,7 +330,7 @@ def read_configuration(model: str | Path, where: dict[str, Any]) -> Any:
 
 
 class _Reader:
-    """A class with this base reads files that the stock one cannot: compacted, by rows, or without a gate."""
+    """A class with this base reads files that the stock one cannot: compacted, or by rows."""
 
     _found: dict[str, Compaction]
     _keys_to_ignore_on_load_unexpected = (r"\.compaction\.(kept|removed)$",)
@@ -344,11 +341,6 @@ class _Reader:
     ) -> Any:
         # both versions of transformers call this once files are found and the model is on meta
         files = checkpoint_files or []
-        if not getattr(model.config, layouts.UNGATED_KEY, True):
-            # layers get what no stock class has later
-            squared: Literal["relu", "relu2"] = "relu2" if model.config.hidden_act == "relu2" else "relu"
-            for block in model.base_model.layers:
-                block.mlp = SparseMLP.from_linear(block.mlp.up_proj, block.mlp.down_proj, activation=squared)
         stored = state_dict or {
             name: t for file in files for name, t in load_state_dict(file, map_location="meta").items()
         }
@@ -416,18 +408,4 @@ def give(layer: Any, activation: Activation) -> None:
     layer.threshold = activation.threshold
 
 
-def _fields_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the stock class of a configuration whose files that class reads. Raises ValueError for others."""
-    fields = layouts.as_stock(content)
-    layout, size = fields.pop(layouts.LAYOUT_KEY), fields["intermediate_size"]
-    # shapes tell the layout of others, and the files of square ones may
-    by_rows = layout == "rows" or (layout is None and size == fields.get("hidden_size"))
-    if by_rows or not fields.get(layouts.UNGATED_KEY, True):
-        raise ValueError(f"{content.get('model_type')} with rows or without a gate: {__name__}.load reads it")
-    return fields
-
-
-_READERS = {
-    _STOCK[stock]: layouts.register(own, _STOCK[stock], _fields_of) for stock, (own, _) in layouts.SPARSE.values()
-}
 record.watch()

@@ -117,9 +117,16 @@ def read_configurations() -> None:
     """Let transformers read configurations of sparse models as the stock model's, with all their keys."""
     import transformers
 
-    for stock, model_types in SPARSE.values():
+    for name, model_types in SPARSE.values():
+        stock = getattr(transformers, name)
         for model_type in model_types:
-            layouts.register(model_type, getattr(transformers, stock), dict)
+
+            def from_dict(cls: Any, config_dict: dict[str, Any], /, stock: Any = stock, **kwargs: Any) -> Any:
+                return stock.from_dict({**config_dict, "model_type": stock.model_type}, **kwargs)
+
+            own = {"model_type": model_type, "from_dict": classmethod(from_dict)}
+            reader = type(f"{name}Of_{model_type}", (stock,), own)
+            transformers.AutoConfig.register(model_type, reader, exist_ok=True)
 
 
 def is_sparse(config: Any) -> bool:

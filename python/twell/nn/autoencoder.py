@@ -41,13 +41,11 @@ Codes = Literal["relu", "jumprelu", "topk", "batchtopk"]
 _CODES = ("relu", "jumprelu", "topk", "batchtopk")
 
 
-def why_dense(strategy: Any, n: int, k: int, k_out: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Why no call of an autoencoder [k, n, k_out] runs the sparse kernels; "" if calls may run them, or raise.
+def why_dense(strategy: Any, n: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
+    """Why no call of an autoencoder [k, n] runs the sparse kernels; "" if calls may run them, or raise.
 
     ``dtype`` is that of its products. Whether a gradient is needed is read from autograd's mode.
     """
-    if k != k_out:
-        return f"the kernels take one size of x and y, got {k} and {k_out}"
     asked = "auto" if isinstance(strategy, AutoStrategy) else strategy
     imposed = cards.imposed(device.type, device.index)
     facts = Facts(strategy=asked, n=n, k=k, dtype=dtype, device=device.type, imposed=imposed, sliced=True)
@@ -67,9 +65,9 @@ def of_choice(layer: Layer, choice: Selection, strategy: Any, counts: Tensor | N
 class SparseAutoencoder(nn.Module):
     """``a W_dec + b_dec`` for x [..., d_in], of the codes ``a = activation((x - b_dec) W_enc + b_enc)`` [..., d_sae].
 
-    Parameters, with the names and shapes of SAELens: ``W_enc`` [d_in, d_sae], ``W_dec`` [d_sae, d_out], ``b_enc``
-    [d_sae], ``b_dec`` [d_out]; with ``skip`` also ``W_skip`` [d_out, d_in], whose product with x is added to y. Rows of
-    ``W_dec`` begin with norm 1 and random directions, ``W_enc`` as its transpose where sizes allow. ``W_enc`` is the
+    Parameters, with the names and shapes of SAELens: ``W_enc`` [d_in, d_sae], ``W_dec`` [d_sae, d_in], ``b_enc``
+    [d_sae], ``b_dec`` [d_in]; with ``skip`` also ``W_skip`` [d_in, d_in], whose product with x is added to y. Rows of
+    ``W_dec`` begin with norm 1 and random directions, ``W_enc`` as its transpose. ``W_enc`` is the
     transposed view of [d_sae, d_in] rows, which the kernels read in place; safetensors wants it ``.contiguous()``.
 
     Args:
@@ -80,21 +78,19 @@ class SparseAutoencoder(nn.Module):
             what is above it (arXiv 2412.06410).
         bandwidth: of "jumprelu": the threshold gets the straight-through gradient of arXiv 2407.14435, also from
             ``aux.l0``. A threshold below 0 counts as 0 and keeps its gradient.
-        tied: the decoder is the transpose of ``W_enc``, and ``W_dec`` is None.
-        d_out: the size of y, else d_in. A transcoder has another target than x, and may have another size of it: such
-            calls are dense, which is logged once: on a GPU a warning.
         apply_b_dec_to_input: whether ``b_dec`` is subtracted from x, in its dtype. Transcoders do not.
         strategy: as in ``twell.sparse_ffn``; "auto" is an ``AutoStrategy`` of the module's own.
 
-    In ``train`` mode a call counts who fires, in DDP on any rank: ``tokens_since_fired``, int64 [d_sae], in the state
-    dict, and 0 where that has none. Casts leave ``threshold`` float32. Raises TypeError or ValueError for other values.
+    In ``train`` mode a call counts who fires: ``tokens_since_fired``, int64 [d_sae], in the state dict, and 0 where
+    that has none. DDP gives all ranks the first one's buffers, and so its figures. Casts leave ``threshold`` float32.
+    Raises TypeError or ValueError for other values.
     """
 
     # where users find it, pickles included
     __module__ = "twell.nn"
 
     W_enc: nn.Parameter
-    W_dec: nn.Parameter | None
+    W_dec: nn.Parameter
     W_skip: nn.Parameter | None
     threshold: Tensor | None
     tokens_since_fired: Tensor
@@ -103,14 +99,12 @@ class SparseAutoencoder(nn.Module):
         self,
         d_in: int,
         d_sae: int,
-        d_out: int | None = None,
         *,
         activation: Codes = "relu",
         k: float | None = None,
         threshold: float = 0.01,
         bandwidth: float = 0.05,
         threshold_rate: float = 0.01,
-        tied: bool = False,
         skip: bool = False,
         apply_b_dec_to_input: bool = True,
         strategy: Strategy | AutoStrategy = "auto",
@@ -118,24 +112,20 @@ class SparseAutoencoder(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        d_out = d_in if d_out is None else d_out
-        for name, size in (("d_in", d_in), ("d_sae", d_sae), ("d_out", d_out)):
+        for name, size in (("d_in", d_in), ("d_sae", d_sae)):
             require_integer(name, size, 1)
-        for name, flag in (("tied", tied), ("skip", skip), ("apply_b_dec_to_input", apply_b_dec_to_input)):
+        for name, flag in (("skip", skip), ("apply_b_dec_to_input", apply_b_dec_to_input)):
             require_flag(name, flag)
         require_choice("activation", activation, _CODES)
         require_number("threshold", threshold, 0)
         require_positive("bandwidth", bandwidth)
         require_positive("threshold_rate", threshold_rate, 1)
         _require_k(k, activation, d_sae)
-        if d_in != d_out and (tied or apply_b_dec_to_input):
-            what = "tied=True" if tied else "apply_b_dec_to_input=True"
-            raise ValueError(f"d_out must be d_in = {d_in} with {what}, got {d_out}")
-        self.d_in, self.d_sae, self.d_out = d_in, d_sae, d_out
+        self.d_in, self.d_sae = d_in, d_sae
         self.activation, self.bandwidth, self.threshold_rate = activation, bandwidth, threshold_rate
         # NumPy's, too
         self.k = int(k) if k is not None and activation == "topk" else k
-        self.tied, self.apply_b_dec_to_input = tied, apply_b_dec_to_input
+        self.apply_b_dec_to_input = apply_b_dec_to_input
         self.strategy = strategy
         self._auto = AutoStrategy()
         self._first_threshold = threshold
@@ -144,9 +134,9 @@ class SparseAutoencoder(nn.Module):
             return nn.Parameter(torch.empty(*sizes, device=device, dtype=dtype))
 
         self.W_enc = nn.Parameter(torch.empty(d_sae, d_in, device=device, dtype=dtype).t())
-        self.W_dec = None if tied else parameter(d_sae, d_out)
-        self.b_enc, self.b_dec = parameter(d_sae), parameter(d_out)
-        self.W_skip = parameter(d_out, d_in) if skip else None
+        self.W_dec = parameter(d_sae, d_in)
+        self.b_enc, self.b_dec = parameter(d_sae), parameter(d_in)
+        self.W_skip = parameter(d_in, d_in) if skip else None
         if activation == "jumprelu":
             self.threshold = nn.Parameter(torch.empty(d_sae, device=device, dtype=torch.float32))
         else:
@@ -160,14 +150,9 @@ class SparseAutoencoder(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the weights again; biases, the skip product and figures start at 0, thresholds where they started."""
-        for weight in (self.W_enc, self.W_dec):
-            if weight is not None:
-                nn.init.normal_(weight)
-        if self.W_dec is not None:
-            self.normalize_decoder_()
-        self.W_enc.div_(_norms(self.W_enc.t()).t())
-        if self.W_dec is not None and self.d_in == self.d_out:
-            self.W_enc.copy_(self.W_dec.t())
+        nn.init.normal_(self.W_dec)
+        self.normalize_decoder_()
+        self.W_enc.copy_(self.W_dec.t())
         for zero in (self.b_enc, self.b_dec, self.W_skip, self.tokens_since_fired):
             if zero is not None:
                 zero.zero_()
@@ -209,29 +194,23 @@ class SparseAutoencoder(nn.Module):
 
     def extra_repr(self) -> str:
         of_kind = {"jumprelu": f", bandwidth={self.bandwidth}", "relu": ""}.get(self.activation, f", k={self.k}")
-        flags = "".join(f", {name}=True" for name, on in (("tied", self.tied), ("skip", self.W_skip is not None)) if on)
+        flags = "" if self.W_skip is None else ", skip=True"
         flags += "" if self.apply_b_dec_to_input else ", apply_b_dec_to_input=False"
-        sizes = f"{self.d_in}, {self.d_sae}" + ("" if self.d_out == self.d_in else f", {self.d_out}")
-        return f"{sizes}, activation={self.activation!r}{of_kind}{flags}, strategy={self.strategy!r}"
-
-    @property
-    def decoder(self) -> Tensor:
-        """The decoder [d_sae, d_out], tied or not."""
-        return self.W_enc.t() if self.W_dec is None else self.W_dec
+        return f"{self.d_in}, {self.d_sae}, activation={self.activation!r}{of_kind}{flags}, strategy={self.strategy!r}"
 
     @overload
     def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
     @overload
     def forward(self, x: Tensor, return_aux: Literal[True]) -> tuple[Tensor, Aux]: ...
     def forward(self, x: Tensor, return_aux: bool = False) -> Tensor | tuple[Tensor, Aux]:
-        """x [..., d_in] -> y [..., d_out], with ``Aux(l1, l0)`` of the codes, per token, if asked for.
+        """x [..., d_in] -> y [..., d_in], with ``Aux(l1, l0)`` of the codes, per token, if asked for.
 
         Raises TypeError for another dtype than the parameters' without autocast, ValueError for another size; so do
         ``encode`` and ``decode``.
         """
         centred = self._centred(x)
         dtype = modes.product_dtype(x.dtype, x.device.type)
-        why = why_dense(self._strategy, self.d_sae, self.d_in, self.d_out, dtype, x.device)
+        why = why_dense(self._strategy, self.d_sae, self.d_in, dtype, x.device)
         # a recomputation counts no token again
         counting = self.training and (modes.compiling() or not modes.in_backward())
         fired = torch.zeros_like(self.tokens_since_fired) if counting else None
@@ -258,9 +237,9 @@ class SparseAutoencoder(nn.Module):
         return self._codes(self._centred(x))[0]
 
     def decode(self, codes: Tensor) -> Tensor:
-        """``codes W_dec + b_dec`` [..., d_out] of dense codes [..., d_sae]. Skips nothing."""
+        """``codes W_dec + b_dec`` [..., d_in] of dense codes [..., d_sae]. Skips nothing."""
         self._require("codes", codes, self.d_sae)
-        return F.linear(codes, self.decoder.t(), self.b_dec)
+        return F.linear(codes, self.W_dec.t(), self.b_dec)
 
     def _require(self, name: str, values: Tensor, size: int) -> None:
         """Raise unless these are [..., size], in the dtype of the parameters or one that autocast makes the same."""
@@ -310,7 +289,7 @@ class SparseAutoencoder(nn.Module):
     def _sparse(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
         """The same by ``twell.sparse_ffn``."""
         site = self._site() if self._strategy == "auto" else self._strategy
-        weights = self.W_enc.t(), self.decoder.t()
+        weights = self.W_enc.t(), self.W_dec.t()
         if self.activation == "batchtopk" and self.training:
             layer = Layer(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
             choice = Selection(most=int((self.k or 0) * tokens_of(centred)), least=least)
@@ -328,47 +307,17 @@ class SparseAutoencoder(nn.Module):
 
     @torch.no_grad()
     def _note(self, fired: Tensor, tokens: Any, least: Tensor | None) -> None:
-        """Count the tokens of a call, and move the threshold of "batchtopk" towards ``least``, if there is one.
-
-        In a forward pass of DDP tokens are those of all ranks, which send one message, and ``least`` is their mean.
-        """
-        if (ddp := modes.data_parallel()) is not None and self._is_within_ddp():
-            found = fired.new_zeros((), dtype=torch.float64) if least is None else least.double()
-            known = found.isfinite()
-            own = torch.stack([torch.full_like(found, tokens), torch.where(known, found, 0), known.double()])
-            message = torch.cat([fired.double(), own])
-            torch.distributed.all_reduce(message, group=ddp.process_group)
-            fired, tokens = message[:-3], message[-3].long()
-            # without one it is NaN
-            least = None if least is None else (message[-2] / message[-1]).to(least.dtype)
+        """Count the tokens of a call, and move the threshold of "batchtopk" towards ``least``, if there is one."""
         self.tokens_since_fired.add_(tokens).masked_fill_(fired > 0, 0)
         if least is not None:
             assert self.threshold is not None
             moved = self.threshold.lerp(least, self.threshold_rate)
             self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
-    def _is_within_ddp(self) -> bool:
-        """Whether the model that DDP runs now holds this module, and does not call it as another one's hook."""
-        return any(each is self for each in modes.data_parallel().module.modules())
-
     @torch.no_grad()
     def normalize_decoder_(self) -> None:
         """Divide each row of the decoder by its norm, in place; rows of zeros stay. For after each optimizer step."""
-        self.decoder.div_(_norms(self.decoder))
-
-    @torch.no_grad()
-    def remove_parallel_gradients_(self) -> None:
-        """Take from the decoder's gradient its part along each row, in place (Bricken et al. 2023).
-
-        For between the backward pass and the optimizer's step. Raises ValueError if there is no gradient.
-        """
-        weight = self.W_enc if self.W_dec is None else self.W_dec
-        if weight.grad is None:
-            raise ValueError(f"{'W_enc' if self.tied else 'W_dec'} must have a gradient, got none")
-        grad = weight.grad.t() if self.tied else weight.grad
-        unit = self.decoder / _norms(self.decoder)
-        grad.sub_((grad * unit).sum(1, keepdim=True) * unit)
+        self.W_dec.div_(_norms(self.W_dec))
 
     def dead(self, after_tokens: int) -> Tensor:
         """Which neurons fired for none of the last ``after_tokens`` tokens of ``train`` mode: bool [d_sae]."""
@@ -388,14 +337,12 @@ class SparseAutoencoder(nn.Module):
         require("dead", dead, Tensor, "a tensor")
         if dead.shape != (self.d_sae,) or dead.dtype != torch.bool:
             raise ValueError(f"dead must be bool [{self.d_sae}], got {dead.dtype} {list(dead.shape)}")
-        if target is None and self.d_out != self.d_in:
-            raise ValueError(f"target must be given where d_out is not d_in, got none with {self.d_out}, {self.d_in}")
         self._require("x", x, self.d_in)
         target = x if target is None else target
         for name, values in (("y", y), ("target", target)):
             require(name, values, Tensor, "a tensor")
-            if values.shape != (*x.shape[:-1], self.d_out):
-                raise ValueError(f"{name} must be {[*x.shape[:-1], self.d_out]}, got {list(values.shape)}")
+            if values.shape != x.shape:
+                raise ValueError(f"{name} must be {list(x.shape)}, got {list(values.shape)}")
         which = dead.nonzero().squeeze(1)
         most = max(self.d_in // 2, 1)
         if not len(which):
@@ -403,7 +350,7 @@ class SparseAutoencoder(nn.Module):
         pre = F.linear(self._centred(x), self.W_enc.t()[which], self.b_enc[which])
         error = (target - y).detach()
         chosen = largest_of_each(pre, min(most, len(which)))
-        missed = F.linear(chosen, self.decoder[which].t()) - error
+        missed = F.linear(chosen, self.W_dec[which].t()) - error
         squares = missed.to(torch.promote_types(missed.dtype, torch.float32)).square()
         return squares.sum() * (min(1.0, len(which) / most) / max(tokens_of(x), 1))
 
@@ -414,7 +361,7 @@ class SparseAutoencoder(nn.Module):
         rows = []
         for kind in ("inference", "training"):
             with torch.set_grad_enabled(kind == "training"):
-                why = why_dense(self._strategy, self.d_sae, self.d_in, self.d_out, dtype, weight.device)
+                why = why_dense(self._strategy, self.d_sae, self.d_in, dtype, weight.device)
             named = "auto" if isinstance(self._strategy, AutoStrategy) else str(self._strategy)
             reason = "not called yet" if named == "auto" else "it was named"
             most = hybrid.most_of_each(self.d_sae)
@@ -436,14 +383,9 @@ class SparseAutoencoder(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *how)
 
 
-# the mark of torch.compiler.assume_constant_result: tracing need not follow a walk through a model
-SparseAutoencoder._is_within_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _keep_rows(module: SparseAutoencoder, incompatible_keys: Any) -> None:
     down_layout.store(module.W_enc, rows=True)
-    if module.W_dec is not None:
-        down_layout.store(module.W_dec, rows=False)
+    down_layout.store(module.W_dec, rows=False)
 
 
 def _norms(rows: Tensor) -> Tensor:

@@ -254,7 +254,8 @@ def compact(
     ``twell.compact(fresh, {name: state[f"{name}.compaction.kept"]}, inplace=True)``.
 
     Waits for the device. Raises TypeError for wrong types of layers, evidence or masks, ValueError for masks of the
-    wrong length, evidence from no tokens, layers without any neuron alive and names that the module does not have.
+    wrong length, evidence from no tokens, layers without any neuron alive, names that the module does not have and
+    layers that share a projection.
     """
     masks, reports = _plan(module, alive)
     # these become the parameters of modules that may be trained
@@ -303,6 +304,11 @@ def _plan(module: nn.Module, alive: object) -> tuple[dict[str, Tensor], list[Lay
                 "makes, of all neurons perhaps"
             )
         masks[own], reports[own] = _choose(layers[own], name, evidence)
+    for name in masks:
+        mine = {id(getattr(layers[name], child)) for child in layers[name]._projections}
+        for other, mlp in layers.items():
+            if other != name and mine & {id(getattr(mlp, child)) for child in mlp._projections}:
+                raise ValueError(f"compact: {name} must have projections of its own, got one that is {other}'s, too")
     return masks, list(reports.values())
 
 

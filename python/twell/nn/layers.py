@@ -328,7 +328,7 @@ class SparseFFN(Configured):
         if not self.accumulate_main_grad or self._is_plain():
             return ""
         read = dict(zip(self._projections, self._readings()))
-        odd = [name for name, found in read.items() if isinstance(found, str) or found.layer or found.dequantise]
+        odd = [name for name, found in read.items() if isinstance(found, str) or found.adapters]
         return f"accumulate_main_grad: expected plain nn.Linear projections, got others or hooks ({', '.join(odd)})"
 
     def _adapted(self, x: Tensor, with_aux: bool) -> Any:
@@ -453,10 +453,10 @@ class SparseGatedMLP(SparseFFN):
     With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
     part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
 
-    The kernels read the weights and biases; the projections themselves are not called. LoRA adapters of peft and some
-    quantised weights are read, too, and a gate projection that is anything else is called (docs/models.md); "auto"
-    does so from 1,024 tokens on. If another projection has hooks (its own or global ones, as FLOP counters register),
-    weights of a subclass or a replaced ``forward``, the layer warns, calls its projections and runs dense. In all these
+    The kernels read the weights and biases; the projections themselves are not called. LoRA adapters of peft are read,
+    too, and a gate projection that is anything else is called (docs/models.md); "auto" does so from 1,024 tokens on.
+    If another projection has hooks (its own or global ones, as FLOP counters register), weights of a subclass, as
+    quantised ones are, or a replaced ``forward``, the layer warns, calls its projections and runs dense. In all these
     cases ``invariant`` and ``accumulate_main_grad`` raise NotImplementedError.
 
     ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of
@@ -608,21 +608,19 @@ def _keep_rows(module: SparseFFN, incompatible_keys: Any) -> None:
 
 def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
     """Return (hidden, intermediate) of linear layers that form one FFN; raise TypeError or ValueError otherwise."""
-    for name, linear in (*inputs.items(), ("down", down)):
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"{name} must be an nn.Linear, got {type(linear).__name__}")
-        if not _plain.is_plain(linear):
-            raise TypeError(
-                f"{name} must be a plain nn.Linear, got {type(linear).__name__} with a forward or hooks of its own"
-            )
-    intermediate, hidden = next(iter(inputs.values())).weight.shape
-    for name, linear in (*inputs.items(), ("down", down)):
+    linears = {**inputs, "down": down}
+    for name, linear in linears.items():
+        if not (isinstance(linear, nn.Linear) and _plain.is_plain(linear)):
+            got = type(linear).__name__
+            raise TypeError(f"{name} must be a plain nn.Linear, without a forward or hooks of its own, got {got}")
+    first, of_first = next(iter(inputs.items()))
+    intermediate, hidden = of_first.weight.shape
+    for name, linear in linears.items():
         expected = [hidden, intermediate] if name == "down" else [intermediate, hidden]
         if list(linear.weight.shape) != expected:
             raise ValueError(f"{name}.weight must be {expected}, got {list(linear.weight.shape)}")
-    first, dtype = next((name, linear.weight.dtype) for name, linear in inputs.items())
-    for name, linear in (*inputs.items(), ("down", down)):
-        for parameter, value in linear.named_parameters():
-            if value.dtype != dtype:
-                raise TypeError(f"{name}.{parameter} must be {dtype} as {first}.weight is, got {value.dtype}")
+        for key, value in linear.named_parameters():
+            if value.dtype != of_first.weight.dtype:
+                expected_dtype = of_first.weight.dtype
+                raise TypeError(f"{name}.{key} must be {expected_dtype} as {first}.weight is, got {value.dtype}")
     return hidden, intermediate

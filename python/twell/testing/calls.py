@@ -262,10 +262,10 @@ def _adapted(case: Case, t: Operands) -> Callable[[], Outputs]:
 def _autoencoder(case: Case, t: Operands) -> Callable[[], Outputs]:
     more: dict[str, Any] = {"k": case.top} if case.top else {}
     more |= {"bandwidth": case.bandwidth} if case.bandwidth else {}
-    how: dict[str, Any] = {**_asked(case), "tied": case.tied, "skip": case.skip, "dtype": t["x"].dtype, **more}
+    how: dict[str, Any] = {**_asked(case), "skip": case.skip, "dtype": t["x"].dtype, **more}
     sae: Any = SparseAutoencoder(case.k, case.n, activation=case.activation, device=t["x"].device, **how)  # type: ignore[arg-type]
     names = {"w_up": "W_enc", "b_up": "b_enc", "b_down": "b_dec", "w_skip": "W_skip", "threshold": "threshold"}
-    names |= {} if case.tied else {"w_down": "W_dec"}
+    names["w_down"] = "W_dec"
     leaves: dict[str, Tensor] = {}
     for name, own in names.items():
         if name in t:

@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("shared", "wide", "strategy", "compression", "down_layout", "lead", "autocast"),
     ),
     "autoencoder": (
-        *("activation", "threshold", "top", "bandwidth", "tied", "skip", "train", "strategy", "wants", "aux", "l1"),
+        *("activation", "threshold", "top", "bandwidth", "skip", "train", "strategy", "wants", "aux", "l1"),
         *("x_layout", "lead", "autocast", "checkpointed"),
     ),
     "pack": (
@@ -90,7 +90,7 @@ class Case:
     scales: of weights in e4m3. tokens: of these, "e4m3" or a "static" scale. fast: ``fast_accum``. rank: of a LoRA
     adapter of each projection. experts, slots: how many, and how many of them a token has; hot: share of the tokens
     whose first expert is the same one; absent: share of ids that are -1; merged: gate and up in one tensor; shared:
-    the last expert is that of all tokens, in their last slot; wide: ids of 64 bits, and weights of 32. tied, skip,
+    the last expert is that of all tokens, in their last slot; wide: ids of 64 bits, and weights of 32. skip,
     bandwidth: of an autoencoder; train: it is in train mode.
 
     wants: the operands that get a gradient, by their names and joined by "+", or "all". l1: there is a gradient of the
@@ -126,7 +126,6 @@ class Case:
     merged: bool = False
     shared: bool = False
     wide: bool = True
-    tied: bool = False
     skip: bool = False
     bandwidth: float = 0.0
     train: bool = False
@@ -226,7 +225,7 @@ class Case:
             return tuple(names if self.gated else names[:1] + names[2:])
         if self.kind == "autoencoder":
             names += ["b_up", "b_down", *(["threshold"] if self.activation == "jumprelu" else [])]
-            names = [name for name in names if not (self.tied and name == "w_down")] + ["w_skip"] * self.skip
+            names += ["w_skip"] * self.skip
         if self.rank:
             names += [f"{name}_{part}" for part in "ab" for name in self.weights]
         return tuple(names)

@@ -173,7 +173,7 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
             step = near * (w["threshold"] - w["threshold"].detach()) / case.bandwidth
             hidden, l0 = hidden + level_of(case, y.device).double() * step, l0 + step.sum()
         l1 = l1 + hidden.abs().sum()
-        down = w["w_up"] if case.tied else w["w_down"].transpose(-1, -2).reshape(-1, n, k)[e]
+        down = w["w_down"].transpose(-1, -2).reshape(-1, n, k)[e]
         hidden = hidden * weight[tokens]
         hidden = narrow(hidden) if rounds_weighted(case, y.device) else hidden
         y = y.index_add(0, tokens, hidden @ down)

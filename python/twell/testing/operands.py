@@ -189,8 +189,6 @@ def build(case: Case, device: torch.device | str = "cpu", again: int = 0) -> Ope
     named = {"x", "dy", *case.weights, *case.operands, *(f"b_{case.first}" for _ in [0] if case.first in case.biases)}
     if case.kind == "given":
         named |= {"x", f"w_{case.first}"}
-    if case.tied:
-        o["w_down"] = w_first
     o = {name: t.to(case.torch_dtype) for name, t in o.items() if name in named}
     return _of_kind(case, o, weights, tokens, topics)
 

@@ -124,13 +124,12 @@ def _candidate(candidate: sparsify.Candidate, number: int) -> WatchedLayer:
 
     def gates(_: Tensor, y: Tensor) -> Tensor:
         if form.fused:
-            y = y.chunk(2, -1)[form.fused == "up first"]
+            y = y.chunk(2, -1)[0]
         made: Tensor = made_by(module, candidate.steps, y) if candidate.steps else y
         return made
 
     linear = None if form.fused or candidate.steps else _plain(first)
-    float8 = bool(candidate.stored) and not candidate.dequantised
-    return WatchedLayer(candidate.layer, number, first, *sizes, gates, candidate.activation, linear, True, float8)
+    return WatchedLayer(candidate.layer, number, first, *sizes, gates, candidate.activation, linear, True)
 
 
 def _plain(projection: Any) -> nn.Linear | None:
