@@ -13,6 +13,9 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 # GPUs that the wheel has kernels for: all, or some of sm_80 (8.0 to 8.9), sm_90a, sm_100 (10.0 to 10.3), sm_120.
 ARCHITECTURES ?= sm_90a
+# The processor of the hosts that the wheel is for: that of this machine, or aarch64. Never from the environment, where
+# shells and compilers have a variable of this name.
+HOST := $(shell uname -m)
 # Python and GPUs of the host that a bundle is for, and its kernels: empty for all that ship, else names from `make symbols`.
 BUNDLE_PYTHON ?= 3.12
 BUNDLE_ARCHITECTURES ?= sm_90a
@@ -56,7 +59,12 @@ core := ops functional nn training hybrid reference reglu auto auto_graphs compa
 # What a change of the library breaks first.
 quick := imports functional nn reference ops hybrid launches format memory transforms
 
-.PHONY: help demo test quick check test-torch test-serving test-neighbours faults nightly lint format charts symbols wheel sdist release bundle clean
+# What runs with an emulated Python for ARM: the kernels' host halves, the C runner, the operators on a CPU. torch's
+# wheel for ARM brings CUDA's libraries, 3 GB.
+emulated := packaged host program functional nn reference ops hybrid format memory
+EMULATED := build/aarch64/python3 -W ignore
+
+.PHONY: help demo test quick check test-torch test-aarch64 test-serving test-neighbours faults nightly lint format charts docs symbols wheel sdist release bundle clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 22
@@ -79,6 +87,20 @@ test-torch: build/torch-$(TORCH).txt ## the tests that hang on torch, with anoth
 
 test-serving: $(SERVING)/.ready-$(VLLM) ## tests with vLLM on a CPU, in an environment of its own (3.5 GB); VLLM=0.32.0
 	PATH="$(abspath $(SERVING))/bin:$$PATH" "$(SERVING)/bin/python" -m pytest tests/serving $(ARGS)
+
+test-aarch64: $(stamp) ## the wheel for ARM hosts with an emulated Python; Debian, as root
+	rm -rf build/aarch64/*.whl build/aarch64/root build/aarch64/site build/aarch64/run
+	TWELL_ARCHITECTURES="$(ARCHITECTURES)" "$(PY)" tools/wheel.py --host aarch64 --out build/aarch64
+	command -v qemu-aarch64-static mmdebstrap > /dev/null || { apt-get update; apt-get install --yes qemu-user-static mmdebstrap; }
+	mmdebstrap --quiet --variant=extract --architectures=arm64 --include=python3,libgomp1,libstdc++6 bookworm build/aarch64/root
+	install tools/emulated.sh build/aarch64/python3
+	PYTHONPATH= $(EMULATED) "$$("$(PY)" -c 'import pip; print(pip.__path__[0])')" install --quiet --no-compile \
+		--only-binary=:all: --target=build/aarch64/site torch==2.11.0 pytest hypothesis filelock build/aarch64/*.whl
+	mkdir build/aarch64/run
+	cp -r cute_kernels examples profiling pyproject.toml tests build/aarch64/run
+	cd build/aarch64/run && export PYTHONPATH="$(abspath build/aarch64/site)" && \
+		../python3 -W ignore -m twell info && \
+		../python3 -W ignore -m pytest -p no:cacheprovider -o pythonpath=. -k "not overrides" $(emulated:%=tests/cpu/test_%.py) $(ARGS)
 
 # The metadata of twell, for its entry point; PYTHONPATH has the code. The three packages fit no CPU build of torch.
 $(SERVING)/.ready-$(VLLM): pyproject.toml
@@ -108,7 +130,7 @@ faults: $(stamp) $(NEIGHBOURS)/.ready ## seeded faults, a patch of a line each, 
 
 nightly: $(stamp) ## what `make test` leaves out: kernels of every GPU, releases, long trainings, seeded faults, neighbours
 	"$(PY)" -m pytest --numprocesses $(WORKERS) --dist loadgroup -m nightly $(ARGS)
-	$(MAKE) faults test-neighbours test-serving ARGS=
+	$(MAKE) faults test-neighbours test-serving test-aarch64 ARGS=
 
 build/torch-$(TORCH).txt: constraints.txt
 	mkdir -p build
@@ -126,13 +148,16 @@ format: $(stamp) ## let ruff lay the code out
 charts: $(stamp) ## profiling/charts/ from profiling/results/
 	"$(PY)" -m profiling.draw $(ARGS)
 
+docs: $(stamp) ## build/docs: the documentation as a site; warnings are errors
+	"$(PY)" -m sphinx -W --keep-going -b html -d build/doctrees docs build/docs $(ARGS)
+
 symbols: $(stamp) ## names of the kernels that ship
 	for arch in $$("$(PY)" -m cute_kernels architectures $(ARCHITECTURES)); do "$(PY)" -m cute_kernels list --arch $$arch; done | sort -u
 
-wheel: $(stamp) ## dist/: a wheel with the kernels of H100 and H200; ARCHITECTURES="sm_80 sm_90a" for others, or all
+wheel: $(stamp) ## dist/: a wheel with the kernels of H100 and H200; ARCHITECTURES="sm_80 sm_90a" for others, or all; HOST=aarch64
 	@"$(PY)" -m cute_kernels architectures $(ARCHITECTURES) > /dev/null
-	rm -f dist/*.whl
-	TWELL_ARCHITECTURES="$(ARCHITECTURES)" "$(PY)" tools/wheel.py
+	rm -f dist/*_$(HOST).whl
+	TWELL_ARCHITECTURES="$(ARCHITECTURES)" "$(PY)" tools/wheel.py --host $(HOST)
 
 sdist: $(stamp) ## dist/: the sources, from which pip compiles the kernels
 	rm -f dist/*.tar.gz
@@ -157,6 +182,6 @@ clean: ## remove what was built, .venv included
 $(stamp): pyproject.toml $(wildcard $(CONSTRAINTS))
 	test -x "$(PY)" || "$(PYTHON)" -m venv "$(VENV)"
 	$(pip) scikit-build-core
-	$(pip) --no-build-isolation --config-settings=wheel.cmake=false '.[bench,dev,plots,train]'
+	$(pip) --no-build-isolation --config-settings=wheel.cmake=false '.[bench,dev,docs,plots,train]'
 	"$(PY)" -m pip uninstall --quiet --yes twell
 	touch "$(stamp)"

@@ -52,7 +52,7 @@ function(cute_aot_library target)
       OUTPUT ${outputs}
       # PTX, for the emulator of tests; the compiler's own copy of it goes to a folder that is not read
       COMMAND ${CMAKE_COMMAND} -E env CUTE_DSL_DUMP_DIR=${directory}/kept ${Python_EXECUTABLE} -m cute_kernels compile ${symbols_${group}} --keep-ptx
-        --arch ${arg_ARCH} -d ${directory} --depfile ${directory}/${group}.d
+        --arch ${arg_ARCH} --host ${CMAKE_SYSTEM_PROCESSOR} -d ${directory} --depfile ${directory}/${group}.d
       DEPFILE ${directory}/${group}.d
       WORKING_DIRECTORY ${PROJECT_SOURCE_DIR}
       COMMENT "Compiling ${group} for ${arg_ARCH}"

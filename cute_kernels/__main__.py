@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import platform
 import sys
 from pathlib import Path
 
@@ -31,6 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     target = compiling.add_mutually_exclusive_group(required=True)
     target.add_argument("-o", "--out", type=Path, help="the object file, for one symbol")
     target.add_argument("-d", "--directory", type=Path, help="folder for SYMBOL.o of each")
+    # the compiler makes code for no other processor
+    hosts = sorted({platform.machine(), "aarch64"})
+    compiling.add_argument(
+        "--host", choices=hosts, default=platform.machine(), help="the processor that launches them (%(default)s)"
+    )
     compiling.add_argument("--depfile", type=Path, help="write a make rule that names the sources")
     kept = "write SYMBOL.ptx beside each object; a copy with another name is left in CUTE_DSL_DUMP_DIR"
     compiling.add_argument("--keep-ptx", action="store_true", help=kept)
@@ -72,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
         outputs = [arguments.out or arguments.directory / f"{spec.symbol}.o" for spec in specs]
         for spec, path in zip(specs, outputs):
-            compile_object(spec, path, arguments.arch, arguments.keep_ptx)
+            compile_object(spec, path, arguments.arch, arguments.host, arguments.keep_ptx)
         if arguments.depfile is not None:
             arguments.depfile.write_text(_rule(outputs))
         return 0

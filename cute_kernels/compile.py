@@ -6,6 +6,7 @@ here, as torch's current stream, which tvm-ffi supplies at call time.
 
 import importlib
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -26,6 +27,9 @@ except ImportError as error:
 from .fingerprint import ARCH
 from .sm90 import checks
 from .specs import Spec
+
+# the processor of this machine, which runs the host half of a kernel unless another is named
+HOST = platform.machine()
 
 
 def compile_spec(spec: Spec, options: str = "", arch: str = ARCH) -> Any:
@@ -77,8 +81,8 @@ def _name_kernels(jit_object: Any, spec: Spec) -> None:
             rename(f"twell_{spec.symbol}{own}", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
-def compile_object(spec: Spec, out: Path, arch: str = ARCH, keep_ptx: bool = False) -> None:
-    """Write the object file that exports ``spec.symbol``; ``keep_ptx``: PTX beside it, too.
+def compile_object(spec: Spec, out: Path, arch: str = ARCH, host: str = HOST, keep_ptx: bool = False) -> None:
+    """Write the object file that exports ``spec.symbol`` for the processor ``host``; ``keep_ptx``: PTX beside it, too.
 
     Atomically: another process sees all of it or none.
     """
@@ -86,13 +90,33 @@ def compile_object(spec: Spec, out: Path, arch: str = ARCH, keep_ptx: bool = Fal
     compiled = compile_spec(spec, "--keep-ptx" if keep_ptx else "", arch)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{spec.symbol}.") as scratch:
         part = Path(scratch) / out.name
-        compiled.export_to_c(str(part), function_name=spec.symbol)
+        if host == HOST:
+            compiled.export_to_c(str(part), function_name=spec.symbol)
+        else:
+            _export_for(host, compiled, part, spec.symbol)
         if keep_ptx:
             # where the folder of the compiler's own copy is missing, it is the path of that
             if ".entry" not in compiled.__ptx__:
                 raise RuntimeError(f"no PTX of {spec.symbol} was kept: expected a folder for {compiled.__ptx__}")
             out.with_suffix(".ptx").write_text(compiled.__ptx__)
         os.replace(part, out)
+
+
+def _export_for(host: str, compiled: Any, out: Path, symbol: str) -> None:
+    """Write an object file for another processor.
+
+    The option --host-target, which selects one, is refused by the export of tvm-ffi functions (4.8.1), not by the
+    code generator below it.
+    """
+    # no part of the compiler's interface: other calls must do without
+    from cutlass.base_dsl.export import get_export_module
+    from cutlass.cutlass_dsl.tvm_ffi_provider import rename_tvm_ffi_function
+
+    exported = f"__tvm_ffi_{compiled.function_name}"
+    module = get_export_module(compiled.ir_module, f"__{symbol}", preserve_symbols={exported})
+    rename_tvm_ffi_function(module, compiled.function_name, symbol)
+    generator = compiled.export_provider.mlirExecutionEngine
+    generator.dump_object_file_pic(module, str(out), f"__tvm_ffi_{symbol}", 3, f"{host}-unknown-linux-gnu")
 
 
 def runtime_libraries() -> tuple[Path, Path]:

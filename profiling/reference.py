@@ -14,7 +14,7 @@ import twell
 # Modules of docs/api.md, and the commands of docs/command-line.md.
 MODULES = ("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.nn.distributed")
 COMMANDS = ("demo", "info", "tune", "analyze")
-# What functions return or make, and a base: their docstrings have them.
+# What functions return or make, and a base: the site has them.
 RETURNED = {"Analysis", "Aux", "CompactionReport", "Firing", "Float8MLP", "LayerStats", "PackedTwell"}
 RETURNED |= {"SparseFFN", "SparsityStats"}
 

@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -25,7 +26,7 @@ gc.set_threshold(20_000, 20, 20)
 
 # A bundle has no kernel sources to compile, no build files, no pages and no pictures.
 if not (ROOT / "CMakeLists.txt").exists():
-    absent = "bundle catalog charts compile docs format imports lint requirements wheel"
+    absent = "aarch64 bundle catalog charts compile docs format imports lint requirements wheel"
     collect_ignore = [*(f"cpu/test_{name}.py" for name in absent.split()), "emulator", "faults"]
 
 # Test processes share the cores: threads that wait for each other take them from the other processes.
@@ -37,7 +38,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # Files and folders whose fixtures take seconds: one process runs all tests of a group and makes each fixture once.
 GROUPS = {
-    **dict.fromkeys(("test_wheel", "test_bundle", "test_compile", "test_packaged"), "wheel"),
+    **dict.fromkeys(("test_wheel", "test_bundle", "test_compile", "test_aarch64", "test_packaged"), "wheel"),
     **{f"test_{name}": name for name in ("bench_models", "docs", "quality", "transformers")},
     "emulator": "emulator",
     # processes that fork from one that took seconds to import: see ranks.py
@@ -157,12 +158,14 @@ def of_all_processes(factory: pytest.TempPathFactory) -> Path:
     return factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else factory.getbasetemp()
 
 
-def build_wheel(out: Path, architectures: str | None = None, symbols: Sequence[str] = ()) -> Path:
+def build_wheel(
+    out: Path, architectures: str | None = None, host: str = platform.machine(), symbols: Sequence[str] = ()
+) -> Path:
     """Build a wheel into ``out``, unless it has one; only what changed is compiled again.
 
     Several test processes take turns: they share the build folder.
     """
-    command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out)]
+    command = [sys.executable, str(ROOT / "tools" / "wheel.py"), "--out", str(out), "--host", host]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TWELL_")}
     environment["TWELL_SYMBOLS"] = " ".join(symbols)
     if architectures is not None:

@@ -25,7 +25,7 @@ import twell
 from twell.choose import cards, rates
 from twell.commands import analyze, saved_model
 from twell.commands.request import RequestError
-from twell.integrations import layouts, sparsify
+from twell.integrations import sparsify
 from twell.integrations import transformers as integration
 from twell.integrations.analyze import calls, figures, report
 from twell.integrations.analyze.calls import Call
@@ -290,6 +290,7 @@ def test_reasons_for_dense() -> None:
         (layer_of(140, 0.1), Call("training", 16384), "too near the sparse route's limit, 156"),
         (layer_of(3, 0.1, n=5630), Call("prefill", 16384), "multiple of 8"),
         (layer_of(3, 0.1, k=32768), Call("prefill", 16384), "16384"),
+        (layer_of(3, 0.1, reason="not here"), Call("decoding", 1), "not here"),
     ):
         each = calls.predict(layer, call)
         assert (each.route, each.ratio) == ("dense", 1)
@@ -391,30 +392,6 @@ def test_the_command_reports_the_figures_of_the_stock_model(kind: str, tmp_path:
     assert [(row["layer"], row["call"], row["tokens"]) for row in data["rows"]] == rows
     dense = sum(row["seconds"]["dense"] for row in data["rows"] if row["call"] == "training") * 1e6
     assert float(lines["training"][2].replace(",", "")) == pytest.approx(dense, abs=0.06)
-
-
-def test_figures_are_saved_for_servers(llama: Path, words: Path, tmp_path: Path, capsys: Any) -> None:
-    """Again the same, and not through a link of a download cache, whose revisions share files."""
-    folder, file = Path(shutil.copytree(llama, tmp_path / "model")), tmp_path / "a.json"
-    before = json.loads((folder / "config.json").read_text())
-    options = ("--text", words, "--tokens", 2048, "--save", "--json", file)
-    printed = []
-    for _ in range(2):
-        assert run(analyze, folder, *options) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1]
-    assert "2,048 tokens of 3 files, 8 sequences of up to 256" in printed[0]
-    written = json.loads((folder / "config.json").read_text())
-    figures_of = [(row["mean"], row["union"], row["mixed"]) for row in json.loads(file.read_text())["layers"]]
-    for ours, expected in zip(layouts.measured(written, 3) or [], figures_of, strict=True):
-        assert ours == pytest.approx(expected, abs=0.006)
-    assert {key: value for key, value in written.items() if key != "sparsity_figures"} == before
-    (snapshot := tmp_path / "snapshot").mkdir()
-    for path in folder.iterdir():
-        (snapshot / path.name).symlink_to(path)
-    with pytest.raises(RequestError, match=r"--save: expected a config.json of the folder's own, got a link to"):
-        run(analyze, snapshot, *options)
-    assert json.loads((folder / "config.json").read_text()) == written
 
 
 def test_another_activation(words: Path, tmp_path: Path, capsys: Any) -> None:

@@ -46,7 +46,7 @@ def test_arguments_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def deep_configuration(folder: Path) -> list[object]:
     (folder / "config.json").write_text("[" * 100_000)
-    return ["analyze", folder, "--text", __file__]
+    return ["analyze", folder, "--serve"]
 
 
 def odd_index(folder: Path) -> list[object]:
@@ -54,7 +54,7 @@ def odd_index(folder: Path) -> list[object]:
     (folder / "config.json").write_text(f'{{"model_type": "llama", "hidden_act": "relu", {architecture}}}')
     (folder / "model.safetensors.index.json").write_text('{"metadata": 5, "weight_map": {"x": "a.safetensors"}}')
     (folder / "a.safetensors").touch()
-    return ["analyze", folder, "--text", __file__]
+    return ["analyze", folder, "--serve"]
 
 
 def closed_folder(folder: Path) -> list[object]:

@@ -1,4 +1,4 @@
-"""The pages name what there is, their links lead somewhere, and their examples run."""
+"""The pages build without a warning, name everything public, and their examples run."""
 
 import argparse
 import ast
@@ -8,10 +8,13 @@ import importlib
 import importlib.util
 import io
 import itertools
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +23,7 @@ import pytest
 import torch
 
 import twell
-from profiling import draw, measurements
+from profiling import draw, measurements, reference
 from twell.commands import cli, info
 from twell.runtime import env
 
@@ -30,6 +33,10 @@ PAGES = sorted(DOCS.rglob("*.md"))
 # pages whose blocks and commands are tried
 TRIED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
 LINKED = [*TRIED, ROOT / "AGENTS.md", ROOT / "profiling" / "results" / "README.md"]
+DOCUMENTED = (
+    *("twell", "twell.nn", "twell.recipe", "twell.integrations.transformers", "twell.nn.distributed"),
+    *("twell.testing", "twell.ops.reference"),
+)
 NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 
 
@@ -71,6 +78,49 @@ def headings(path: Path) -> set[str]:
     text = re.sub(r"(?ms)^(`{3,}).*?^\1$", "", path.read_text(encoding="utf-8"))
     titles = re.findall(r"(?m)^#+ (.*)$", text)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+# The build
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    missing = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"the extra docs is not installed: no {', '.join(missing)}")
+    pytest.importorskip("transformers", reason="the pages document twell.integrations.transformers")
+    out = tmp_path_factory.mktemp("docs")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", str(out / "doctrees")]
+    # a closed port as proxy: no site can be reached
+    network = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    built = subprocess.run(
+        [*command, str(DOCS), str(out / "html")], cwd=ROOT, env=os.environ | network, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr[-6000:]
+    return out / "html"
+
+
+def documented(site: Path) -> set[str]:
+    content = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
+    lines = zlib.decompress(content).decode().splitlines()
+    return {line.split(" ", 1)[0] for line in lines if " py:" in line}
+
+
+@pytest.mark.nightly
+def test_pages_build_without_a_warning_and_document_every_public_name(site: Path) -> None:
+    assert (site / "index.html").stat().st_size > 1000
+    assert (site / "search.html").exists()
+    found = documented(site)
+    for name in DOCUMENTED:
+        module = importlib.import_module(name)
+        # constants have no docstrings
+        expected = [each for each in reference.public(module) if callable(getattr(module, each))]
+        assert expected
+        # names that the package exports too are documented there
+        own = {
+            f"{'twell' if getattr(twell, each, None) is getattr(module, each) else name}.{each}" for each in expected
+        }
+        assert own <= found, f"not in docs/docstrings.rst: {', '.join(sorted(own - found))}"
 
 
 # Operators, variables, commands
@@ -183,9 +233,10 @@ def test_dark_diagrams_are_the_light_ones_in_other_colours() -> None:
 
 @pytest.mark.parametrize("path", LINKED, ids=name_of)
 def test_links_lead_somewhere_and_pages_are_whole_on_github(path: Path) -> None:
-    """It shows tables without a delimiter for each column as they are written."""
+    """It shows directives, roles and tables without a delimiter for each column as they are written."""
     text = prose(path)
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    targets += re.findall(r"\{download\}`[^<`]*<([^>]+)>`", text)
     targets += re.findall(r'(?:src|srcset|href)="([^"]+)"', text)
     dead = []
     for target in targets:
@@ -197,6 +248,10 @@ def test_links_lead_somewhere_and_pages_are_whole_on_github(path: Path) -> None:
             dead.append(target)
     assert not dead
     text = path.read_text(encoding="utf-8")
+    if path in PAGES:
+        # it leaves out those in a comment
+        shown = re.sub(r"(?s)<!-- sphinx\n.*?-->", "", text)
+        assert not re.findall(r"```\{.*|\{(?:doc|download|ref|py:\w+)\}`.*", shown)
     for header, rule in itertools.pairwise(text.splitlines()):
         if re.fullmatch(r"\|(:?-+:?\|)+", rule.replace(" ", "")):
             columns = len(re.findall(r"(?<!\\)\|", header)) - 1

@@ -204,7 +204,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
         lambda entries, **content: layouts.measured({"sparsity_figures": entries} | content, 2),
         lambda: {"entries": [[1, 0.5, 0.75], [320, 1, 1]]},
     ),
-    "layouts.settings_of": (lambda **own: layouts.settings_of({f"sparsity_{k}": v for k, v in own.items()}), dict),
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ HELP = {
     "": "demo info analyze tune --version",
     "demo": "--text --seconds --steps --seed Ctrl-C",
     "info": "--json",
-    "analyze": "MODEL --text --json --activation --save",
+    "analyze": "MODEL --text --serve --json --activation --nnz --ranks --save",
     "tune": "--shape --device --budget-s",
 }
 

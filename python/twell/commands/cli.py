@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[0] in ("bench", "record"):
         parser().error(f"{given[0]} is in a checkout of twell alone: python -m profiling.{given[0]}")
     if given[0] == "serve-check":
-        parser().error(
-            "serve-check is gone: twell analyze MODEL --text PATH --decode 1 8 64 predicts steps of a server"
-        )
+        parser().error("serve-check is an option: twell analyze MODEL --serve")
     if given[0] == "convert":
         parser().error("convert is a call: twell.integrations.transformers.load(SRC).save_pretrained(DST)")
     arguments = parser().parse_args(given)

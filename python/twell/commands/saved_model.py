@@ -88,19 +88,19 @@ def add_arguments(
     sequence: int | None = None,
     batch: int = 4,
     *,
-    defaults: bool = True,
+    text: bool = True,
 ) -> None:
     """Add the arguments of ``load``, ``read`` and ``batches``, with the defaults of some.
 
-    Without ``defaults`` the command sets them itself.
+    Without ``text`` it may be missing, and the command has defaults of its own.
     """
     longest = f"{_SEQUENCE}, or the model's limit if lower"
-    add, own = parser.add_argument, {"tokens": tokens, "sequence": sequence, "batch": batch} if defaults else {}
+    add, own = parser.add_argument, {"tokens": tokens, "sequence": sequence, "batch": batch} if text else {}
     add(
         "model", type=Path, metavar="MODEL", help="folder of a causal model and its tokenizer, or owner/name on the Hub"
     )
     shuffled = "text files or folders; a fixed seed shuffles the files"
-    add("--text", type=Path, nargs="+", action="extend", required=True, metavar="PATH", help=shuffled)
+    add("--text", type=Path, nargs="+", action="extend", required=text, metavar="PATH", help=shuffled)
     for name, metavar, lowest, said in (
         ("tokens", "N", 1, f"tokens of the text to run ({tokens})"),
         ("sequence", "S", 2, f"tokens of a sequence (default: {sequence or longest})"),

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from twell.choose import cards, rates
 from twell.choose.cards import Card
-from twell.choose.plan import Facts, unpackable
+from twell.choose.plan import Facts, Route, unpackable
 from twell.choose.rates import Figures, Problem
+from twell.choose.tuning import MERGED_TOKENS
 from twell.integrations.analyze.figures import LayerSparsity
 from twell.runtime import geometry
 
@@ -32,10 +33,14 @@ Shape = tuple[bool, int, int]
 
 
 class Call(NamedTuple):
-    """A kind of call: "prefill" or "training" on tokens that follow each other, "decoding" of as many sequences."""
+    """A kind of call: "prefill" or "training" on tokens that follow each other, "decoding" of as many sequences.
+
+    served: whether dense is that of servers, with gate and up in one product and no copies.
+    """
 
     kind: str
     tokens: int
+    served: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} {self.tokens:,}"
@@ -62,20 +67,28 @@ class Prediction:
         return dataclasses.asdict(self) | call | {"ratio": self.ratio}
 
 
-def predict(layer: LayerSparsity, call: Call, card: Card | None = None) -> Prediction:
-    """Predict a call of a layer by what "auto" chooses."""
-    problem = _problem((layer.gated, layer.k, layer.n), call, layer.float8)
-    figures = Figures(layer.mean, layer.union, layer.heaviest, layer.candidates)
+def predict(
+    layer: LayerSparsity, call: Call, card: Card | None = None, ranks: int = 1, requested: Route | None = None
+) -> Prediction:
+    """Predict a call of a rank's part of a layer, by the ``requested`` route or by what "auto" chooses."""
+    problem = _problem((layer.gated, layer.k, layer.n // ranks), call, layer.float8)
+    heaviest = None if layer.heaviest is None else layer.heaviest / ranks
+    figures = Figures(layer.mean / ranks, layer.union, heaviest, layer.candidates)
     if call.kind == "decoding":
-        figures = Figures(layer.mean, layer.mixed)
-    facts = Facts("sizes", n=problem.n, k=problem.k, float8=layer.float8, sliced=not layer.float8)
-    if refusal := unpackable(facts, instead=""):
-        return Prediction(layer.number, call, "dense", refusal.message, {"dense": _dense(problem, card)})
+        figures = Figures(layer.mean / ranks, layer.mixed)
+    name, sliced = "sizes of a rank" if ranks > 1 else "sizes", not (layer.float8 or call.served)
+    facts = Facts(name, n=problem.n, k=problem.k, float8=layer.float8, sliced=sliced)
+    refusal = unpackable(facts, instead="")
+    if refusal or layer.reason:
+        dense = {"dense": _dense(problem, card)}
+        return Prediction(layer.number, call, "dense", layer.reason or str(refusal and refusal.message), dense)
     seconds = rates.seconds(problem, figures, card)
     if layer.float8:
         # its own dense copies a weight, that of servers does not
         seconds["dense"] = _dense(problem, card)
     seconds["dense"] *= 1 + (SUSTAINED - 1) * min(max((seconds["dense"] - SHORT) / (LONG - SHORT), 0), 1)
+    if requested is not None and requested.strategy != "auto":
+        return Prediction(layer.number, call, requested.strategy, "named by the configuration", seconds)
     route, reason, _, _ = rates.decide(problem, figures, None, card)
     others = {name: time / seconds["dense"] for name, time in seconds.items() if name != "dense"}
     if route == "dense" and min(others.values(), default=0) >= 1:
@@ -86,8 +99,8 @@ def predict(layer: LayerSparsity, call: Call, card: Card | None = None) -> Predi
 def _problem(shape: Shape, call: Call, float8: bool = False) -> Problem:
     """The sizes of a call. Layers lay their down weight out by rows in inference; in training it is the user's."""
     gated, k, n = shape
-    training = call.kind == "training"
-    return Problem(call.tokens, k, n, gated, training, down_copied=training, float8=float8)
+    training, merged = call.kind == "training", call.served and call.tokens <= MERGED_TOKENS
+    return Problem(call.tokens, k, n, gated, training, down_copied=training, merged=merged, float8=float8)
 
 
 def _dense(problem: Problem, card: Card | None) -> float:
@@ -96,11 +109,11 @@ def _dense(problem: Problem, card: Card | None) -> float:
     return rates.dense_us(problem, own, card.sms) / 1e6
 
 
-def apart(layers: Sequence[LayerSparsity]) -> float:
+def apart(layers: Sequence[LayerSparsity], ranks: int = 1) -> float:
     """The factor by which layers, one or more, are beyond what was measured: half of the work is no further."""
 
     def beyond(each: LayerSparsity) -> float:
-        return rates.MEASURED["e4m3" if each.float8 else "16 bits"].apart(each.k, each.n, each.mean / each.n)
+        return rates.MEASURED["e4m3" if each.float8 else "16 bits"].apart(each.k, each.n // ranks, each.mean / each.n)
 
     nearest, left = sorted(layers, key=beyond), sum(each.work for each in layers) / 2
     for each in nearest:

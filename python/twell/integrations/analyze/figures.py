@@ -24,11 +24,12 @@ WINDOW = MIXED = 2048
 class LayerSparsity:
     """The sparsity of a layer. Shares are from 0 to 1.
 
-    k, n: hidden size and neurons. float8: whether its weights are e4m3. tokens: of the text. mean: non-zeros per token.
-    union, mixed: mean share of the neurons that 128 tokens fire that follow each other, and that come from many places
-    of a batch; None if there were fewer tokens. most: non-zeros of the token that has most. dead: neurons that no token
-    fired. heaviest: non-zeros per token of the heaviest 8 consecutive ones of 2,048, in the mean. candidates: share of
-    the neurons that the int8 screen lists for 128 tokens.
+    k, n: hidden size and neurons. float8: whether its weights are e4m3. tokens: of the text, 0 if the figures were not
+    counted. mean: non-zeros per token. union, mixed: mean share of the neurons that 128 tokens fire that follow each
+    other, and that come from many places of a batch; None if there were fewer tokens. most: non-zeros of the token that
+    has most. dead: neurons that no token fired. heaviest: non-zeros per token of the heaviest 8 consecutive ones of
+    2,048, in the mean. candidates: share of the neurons that the int8 screen lists for 128 tokens. reason: why it runs
+    as without twell; "" if it need not.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LayerSparsity:
     dead: int | None = None
     heaviest: float | None = None
     candidates: float | None = None
+    reason: str = ""
 
     @property
     def label(self) -> str:

@@ -12,6 +12,7 @@ from twell.base.arguments import require, require_integer
 from twell.base.text import aligned, as_percent, counted, listed
 from twell.choose import cards, rates
 from twell.choose.cards import Card
+from twell.choose.plan import Route
 from twell.integrations import sparsify
 from twell.integrations.analyze import experts, layers
 from twell.integrations.analyze.calls import (
@@ -37,11 +38,14 @@ FEW_TOKENS = 2048
 
 
 def calls_of(
-    prefill: Iterable[int] = PREFILL, decode: Iterable[int] = DECODE, training: Iterable[int] = TRAINING
+    prefill: Iterable[int] = PREFILL,
+    decode: Iterable[int] = DECODE,
+    training: Iterable[int] = TRAINING,
+    served: bool = False,
 ) -> list[Call]:
     """Calls on so many tokens, or of so many sequences that decode."""
     kinds = (("decoding", decode), ("prefill", prefill), ("training", training))
-    return [Call(kind, tokens) for kind, sizes in kinds for tokens in dict.fromkeys(sizes)]
+    return [Call(kind, tokens, served) for kind, sizes in kinds for tokens in dict.fromkeys(sizes)]
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class Analysis:
     """The sparsity of a model's layers, and predictions of calls; ``str`` of it is a report with a verdict.
 
     layers, experts: figures of layers, and of layers of stacked experts. calls: what is predicted. predictions: of each
-    layer one for each call. card: the rates behind them. title: lines about the model and its figures.
+    layer one for each call. card: the rates behind them. title: lines about the model and its figures. ranks: of tensor
+    parallelism, which divide the neurons.
     """
 
     layers: list[LayerSparsity]
@@ -58,6 +63,7 @@ class Analysis:
     predictions: list[list[Prediction]]
     card: Card
     title: tuple[str, ...] = ()
+    ranks: int = 1
 
     @property
     def ratios(self) -> dict[Call, float | None]:
@@ -121,7 +127,7 @@ class Analysis:
         if self.layers:
             shares = [each.mean / each.n for each in self.layers]
             source = f"{as_percent(sum(shares) / len(shares))} of the neurons fire"
-            parts.append(_said("FFNs", self.card.gpu, self.ratios, apart(self.layers), source))
+            parts.append(_said("FFNs", self.card.gpu, self.ratios, apart(self.layers, self.ranks), source))
         if self.experts:
             known = experts.speeds(self.experts, self.card)
             ratios = {Call("decoding", size): taken / dense for size, (_, taken, dense) in known.items()}
@@ -137,6 +143,7 @@ class Analysis:
         return {
             "title": list(self.title),
             "machine": self.card.machine,
+            "ranks": self.ranks,
             "layers": [dataclasses.asdict(each) | {"activation": each.form} for each in self.layers],
             "rows": [each.as_json() for row in self.predictions for each in row],
             "experts": [each.as_json(self.card) for each in self.experts],
@@ -235,19 +242,22 @@ def predicted(
     calls: Sequence[Call],
     card: Card,
     title: tuple[str, ...] = (),
+    ranks: int = 1,
+    requested: Route | None = None,
 ) -> Analysis:
     """The analysis of figures, with the predictions of calls."""
     if any(each.float8 for each in found):
         calls = [call for call in calls if call.kind != "training"]
-    predictions = [[predict(each, call, card) for call in calls] for each in found]
-    return Analysis(list(found), list(of_experts), list(calls), predictions, card, title)
+    predictions = [[predict(each, call, card, ranks, requested) for call in calls] for each in found]
+    return Analysis(list(found), list(of_experts), list(calls), predictions, card, title, ranks)
 
 
 def kinds(found: Sequence[LayerSparsity]) -> Iterator[str]:
     """Lines about activations and sizes."""
     by_kind: dict[tuple[str, str], list[str]] = {}
     for each in found:
-        what = f"{'gated' if each.gated else 'non-gated'} {each.form} layer"
+        name = f"{each.form} " * bool(each.tokens)
+        what = f"{'gated' if each.gated else 'non-gated'} {name}layer"
         sizes = f", K = {each.k:,}, N = {each.n:,}{', e4m3' * each.float8}"
         by_kind.setdefault((what, sizes), []).append(each.label)
     for (what, sizes), labels in by_kind.items():
