@@ -75,6 +75,7 @@ class Variant:
     note: Callable[[Row, "Settled", dict[str, Comparison]], None] | None = None
     fields: Row = field(default_factory=dict)
     within: Callable[[], AbstractContextManager[object]] = nullcontext
+    captured: bool = True
 
     @property
     def key(self) -> str:
@@ -202,7 +203,7 @@ def timed(
                 row |= {"strategy": settled.strategy, "eager_strategy": settled.eager}
                 if variant.note is not None:
                     variant.note(row, settled, errors)
-                if graphs and not row["red"]:
+                if graphs and variant.captured and not row["red"]:
                     recording, row["red"] = settled.recorded()
             if not row["red"]:
                 found[variant.key] = settled, recording

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
+from profiling.bench import others
 from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, beside, verdict
 from twell import testing
 from twell.commands.request import at_least
@@ -20,9 +21,10 @@ from twell.testing import Comparison
 
 NAME = "profiling.bench firing"
 DESCRIPTION = """\
-Time a layer on few tokens by "auto" beside dense PyTorch in CUDA graphs. Layers have the sizes of models; x and weights
-are normal numbers, and each gate fires by chance. Copies of the weights, used in turn, are larger than L2. A floor is
-the time to read the first projection, and of the others the rows that any token fires, at the rate of a copy.
+Time a layer on few tokens by "auto" beside dense PyTorch, and quack if it can be imported, in CUDA graphs. Layers have
+the sizes of models; x and weights are normal numbers, and each gate fires by chance. Copies of the weights, used in
+turn, are larger than L2. A floor is the time to read the first projection, and of the others the rows that any token
+fires, at the rate of a copy.
 """
 # K, N, whether there is a gate
 LAYERS = ((4096, 16384, False), (2048, 8192, False), (4096, 14336, True), (2048, 5632, True))
@@ -80,6 +82,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     def measure(k: int, n: int, gated: bool, share: float) -> Iterator[list[Row]]:
         copies = bench.device.copies_for(2 * k * n)
         layers = [weights(k, n, gated, share, on) for _ in range(copies)]
+        fused = [others.quack(*fields_of(layer), "relu" if gated else "relu2", False) for layer in layers]
         for m in bench.arguments.m:
             x = torch.randn(m, k, device=on)
             x[:, 0] = 1
@@ -91,6 +94,8 @@ def cases(bench: Bench) -> Iterator[Case]:
             check = partial(checked, right, bar, int(active.sum()))
             calls = copies * math.ceil(CALLS / copies)
             made = {"dense": (by(dense, x, layers), ""), "auto": (by(sparse, x, layers), "auto")}
+            if None not in fused:
+                made["quack"] = (lambda _: lambda i: (fused[i % copies][0](x),)), ""  # type: ignore[index]  # noqa: B023
             variants = [Variant(name, of, calls, asked, check, note) for name, (of, asked) in made.items()]
             floor = 2 * k * n * (1 + fired * (2 if gated else 1)) / bench.ceilings.memory * 1e6
             base = {"k": k, "n": n, "gated": gated, "share": share, "m": m, "fired": fired, "floor_us": floor}
@@ -98,3 +103,9 @@ def cases(bench: Bench) -> Iterator[Case]:
 
     for layer, share in itertools.product(LAYERS, SHARES):
         yield dict(zip(("k", "n", "gated", "share"), (*layer, share))), partial(measure, *layer, share)
+
+
+def fields_of(layer: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The first projection, up or None, and down."""
+    first, *up, down = layer
+    return first, up[0] if up else None, down

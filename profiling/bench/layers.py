@@ -1,6 +1,7 @@
 """``python -m profiling.bench ffn,decode,train``: one layer by strategies beside dense PyTorch, eager and compiled."""
 
 import argparse
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from profiling.bench import others
 from profiling.bench.workloads import EXPLAINED, Source, parse
-from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, ratio, verdict, whole
+from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, agrees, ratio, verdict, whole
 from twell import testing
 from twell.choose import plan, rates
 from twell.commands.request import RequestError, at_least
@@ -32,6 +34,9 @@ decode          the same on each number of --m-decode, from the middle of the wo
                 weights in turn, whose gates exceed L2
 train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same
 model, moe, float8, sae, firing, host, adapters, portable, generate, parallel   others, which have a --help of their own
+
+Layers of others are timed beside these if they can be imported: quack's fused ReGLU, and the paper's own code, from a
+checkout of SakanaAI/sparser-faster-llms in PYTHONPATH, which CUDA graphs do not capture.
 
 --workload: {", ".join(WORKLOADS)}, drawn by name; {",".join(f"{key}=" for key in EXPLAINED)}, drawn, of which
 nnz is required; real:FOLDER, real:FOLDER/3, recorded layers (python -m profiling.record), of their own sizes
@@ -119,6 +124,8 @@ class Layer:
         self.problem, self.bench = problem, bench
         self.m, self.k = problem.x.shape
         self.n = problem.w_gate.shape[0]
+        # others have no biases
+        self.plain = not any(each is not None for each in (problem.b_gate, problem.b_up, problem.b_down))
         parts = [firing(self.fires(x)) for x in problem.x.split(COUNTED)]
         nonzeros, listed, fired = zip(*parts)
         self.firing = Firing(sum(nonzeros), sum(listed), max(fired))
@@ -159,10 +166,15 @@ class Forward:
         self.m = len(x[0])
 
     def variants(self, name: str, strategies: Sequence[str], suffix: str = "") -> Iterator[Variant]:
-        """Dense PyTorch, and the strategies."""
-        for dense, function in self.layer.dense.items():
-            by = functools.partial(lambda call, _: call, self.of_dense(function))
-            yield Variant(f"{dense}{suffix}", by, self.calls, "", self.verify, self.note)
+        """Dense PyTorch, what others have, and the strategies."""
+        calls = {f"{dense}{suffix}": (self.of_dense(function), True) for dense, function in self.layer.dense.items()}
+        for other, (make, captured) in others.ALL.items():
+            made = [make(p.w_gate, p.w_up, p.w_down, "relu", False) for p in self.weights]
+            if None not in made and self.layer.plain:
+                calls[f"{other}{suffix}"] = self.in_turn([each[0] for each in made if each]), captured
+        for said, (call, captured) in calls.items():
+            by = functools.partial(lambda call, _: call, call)
+            yield Variant(said, by, self.calls, "", self.verify, self.note, captured=captured)
         for requested in strategies:
             yield Variant(name, self.of_sparse, self.calls, requested, self.verify, self.note)
 
@@ -170,9 +182,13 @@ class Forward:
         x, weights = self.x, self.weights
         return lambda i: (function(weights[i % len(weights)]._replace(x=x[i % len(x)])),)
 
-    def of_sparse(self, strategy: Any) -> Call:
-        x, layers = self.x, [module_of(each, strategy) for each in self.weights]
+    def in_turn(self, layers: Sequence[Callable[[Tensor], Tensor]]) -> Call:
+        """The i-th layer on the i-th tokens."""
+        x = self.x
         return lambda i: (layers[i % len(layers)](x[i % len(x)]),)
+
+    def of_sparse(self, strategy: Any) -> Call:
+        return self.in_turn([module_of(each, strategy) for each in self.weights])
 
     @functools.cached_property
     def answer(self) -> tuple[Tensor, testing.Errors, float]:
@@ -238,9 +254,18 @@ class Training:
         )
 
     def variants(self, op: str, strategies: Sequence[str]) -> Iterator[Variant]:
-        """Dense steps, and the sparse ones."""
+        """Dense steps, those of others, and the sparse ones."""
         for name, function in self.layer.dense.items():
             yield self.variant(f"{name} {op}", functools.partial(self.of_dense, function))
+        p = self.problem
+        right = self.step(self.of_dense(self.layer.dense["dense eager"], ""))
+        for name, (make, captured) in others.ALL.items():
+            made = make(p.w_gate, p.w_up, p.w_down, "relu", True) if self.layer.plain else None
+            if made is not None:
+                # of the gradient of x: those of weights may be laid out otherwise
+                check = agrees(lambda i: right(i)[:1], True)
+                variant = self.variant(f"{name} {op}", functools.partial(self.of_other, *made))
+                yield dataclasses.replace(variant, captured=captured, check=check)
         for requested in dict.fromkeys("union" if name == "row" else name for name in strategies):
             yield self.variant(op, self.of_sparse, requested)
 
@@ -252,6 +277,14 @@ class Training:
             return torch.autograd.grad(y, leaves, self.dy[i % self.copies])
 
         return call
+
+    def of_other(self, call: Callable[[Tensor], Tensor], weights: Sequence[Tensor], strategy: object) -> Any:
+        @torch.enable_grad()
+        def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
+            x = self.x[i].detach().requires_grad_()
+            return (x, *weights), call(x)
+
+        return forward
 
     def variant(self, name: str, forward: Callable[[Any], Any], requested: str = "") -> Variant:
         def by(strategy: Any) -> Call:

@@ -1,84 +1,71 @@
 """The words of the TwELL format and the parts of the hybrid format, as their pages have them, and their comparison."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.cases.judged import Mismatch, Result, judge_bits, judge_elements
+from tests.cases.judged import Mismatch, Result, judge_bits, judge_elements, judge_reals
 from twell.runtime import geometry
+from twell.testing.bounds import Right, Value, solve
 from twell.testing.case import Case
 from twell.testing.exact import EXACT_LIMIT
-from twell.testing.formula import FAST_SUMMATION, Answer, answers, roundings
-from twell.testing.operands import Operands, largest, level_of, sums
+from twell.testing.formula import Answer, answers
+from twell.testing.operands import Operands
 
 Outputs = dict[str, Tensor]
 
 
-class Projection(NamedTuple):
-    """A projection in float64 [M, N], zero where no gate fires, and how far one of 16 bits may be off."""
-
-    right: Tensor
-    off: Tensor
-
-
-def projected(case: Case, o: Operands, name: str) -> Projection:
-    right, reach = sums(o["x"], o[f"w_{name}"], o.get(f"b_{name}"))
-    # half of the last place, and what tensor cores lose of long sums
-    return Projection(right, reach + (torch.finfo(case.torch_dtype).eps / 2 + FAST_SUMMATION) * right.abs())
-
-
 def judge_format(case: Case, o: Operands, found: Outputs, result: Result) -> None:
     """Gates within half a place, those of integers bit by bit, and then all bits of the format."""
-    of = projected(case, o, case.first)
-    kept = of.right.to(case.torch_dtype)
-    active = largest(kept, case.top) if case.top else of.right > level_of(case, kept.device)
-    of, gate, nonzeros = Projection(*(t.where(active, 0) for t in of)), kept.where(active, 0), active.sum()
-    result.nonzeros = float(nonzeros) / max(case.m, 1)
+    right: Right = solve(case, o)
+    result.nonzeros = float(right.nonzeros) / max(case.m, 1)
+    gate = right.gate.right.to(case.torch_dtype)
     if case.kind == "pack":
         values = found["dense"].reshape(case.m, case.n)
         if not case.exact:
-            judge_elements("gate", values, Answer(*of), result)
+            judge_elements("gate", values, Answer(right.gate.right, right.gate.off), result)
             gate = values
-        names: dict[str, Any] = {"dense": gate, "nnz": nonzeros}
+        names: dict[str, Any] = {"dense": gate, "nnz": right.nonzeros}
         names["words"], names["stats"] = packed_words(gate, case.compression)
-        if not torch.equal(values != 0, active):
+        if not torch.equal(values != 0, right.gate.right > 0):
             raise Mismatch("gate: other values are zero")
     else:
-        names = judge_kept(case, o, of, gate, found, result)
+        names = judge_kept(case, o, right, gate, found, result)
     for name, expected in names.items():
         ours = found[name].reshape(expected.shape)
         judge_bits(name, ours, expected.to(ours.dtype))
 
 
 def judge_kept(
-    case: Case, o: Operands, of: Projection, gate: Tensor, found: Outputs, result: Result
+    case: Case, o: Operands, right: Right, gate: Tensor, found: Outputs, result: Result
 ) -> dict[str, Tensor]:
     """The parts of the hybrid format, of real numbers with the values that were found."""
     training = case.replace(kind="layer", wants="w_down", strategy="union", seed=case.seed)
-    right = answers(training, o)
-    if case.exact:
-        judge_bits("y", found["y"], right["y"].value.to(case.torch_dtype))
-        l1 = right["l1"].value * max(case.m, 1)
-        if float(l1) < EXACT_LIMIT:
-            judge_bits("total |h|", found["total |h|"], l1.round().float())
+    y = answers(training, o)["y"].value if case.exact else None
+    if y is not None:
+        judge_bits("y", found["y"], y.to(case.torch_dtype))
+        if float(right.l1) < EXACT_LIMIT:
+            judge_bits("total |h|", found["total |h|"], right.l1.float())
     else:
-        judge_elements("y", found["y"], right["y"], result, roundings(training), case.torch_dtype)
-    up = projected(case, o, "up") if case.first == "gate" else None
-    expected = hybrid_parts(gate, None if up is None else up.right.to(case.torch_dtype))
-    expected["nonzeros"] = nonzeros = (gate != 0).sum()
-    if case.exact or int(nonzeros) > geometry.hybrid_capacity(case.m, case.n):
+        trained = solve(training, o)
+        judge_reals(training, "y", found["y"], trained.answers["y"], [], result)
+    expected = hybrid_parts(gate, None if right.up is None else right.up.right.to(case.torch_dtype))
+    expected["nonzeros"] = right.nonzeros
+    if case.exact or int(right.nonzeros) > geometry.hybrid_capacity(case.m, case.n):
         return expected
     # where bits of places agree, values may be off by their rounding
-    total = int(nonzeros)
+    total = int(right.nonzeros)
     places = expected.pop("entries")[:total] & 0xFFFF
     judge_bits("places of entries", found["entries"][:total] & 0xFFFF, places)
     token, neuron = in_order(gate)
     value = (found["entries"][:total] >> 16).short().view(case.torch_dtype)
-    judge_elements("gate", value, Answer(*(t[token, neuron] for t in of)), result)
-    if up is not None:
-        judge_elements("up", found["up"][:total], Answer(*(t[token, neuron] for t in up)), result)
+    judge_elements("gate", value, Answer(right.gate.right[token, neuron], right.gate.off[token, neuron]), result)
+    if right.up is not None:
+        up: Value = right.up.rounded(case.torch_dtype)
+        of = Answer(up.right[token, neuron], up.off[token, neuron])
+        judge_elements("up", found["up"][:total], of, result)
         del expected["up"]
     return expected
 

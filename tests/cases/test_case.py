@@ -14,13 +14,14 @@ from tests.cases import drawn, verdicts
 from tests.cases.drawn import Limits, draw
 from tests.cases.pinned import ON_GPUS, PINNED
 from tests.cases.pinned import cases as cases_of
-from tests.cases.verdicts import verdict
+from tests.cases.verdicts import attempt, verdict
 from twell import testing
 from twell.base.activation import Activation
 from twell.ops import hybrid
 from twell.runtime import geometry
 from twell.testing import calls, comparison, formula, operands
 from twell.testing import case as cases
+from twell.testing.bounds import solve
 from twell.testing.case import KINDS, Case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,6 +108,66 @@ def test_a_case_is_a_function_of_seed_number_and_kinds() -> None:
     assert torch.equal(again["w_up"], operands.build(case)["w_up"])
 
 
+@pytest.mark.parametrize("kind", ["layer", "given", "pair"])
+def test_both_answers_of_layers_are_one(kind: str) -> None:
+    """That of all kinds, by autograd, and that with sharper bounds, by terms."""
+    limits, seen = LIMITS._replace(m=130, n=520), 0
+    for number in range(60):
+        case = draw(8, number, limits, (kind,))
+        if case.scales or case.rank or case.strategy in ("dense", "auto", "site"):
+            continue
+        o = operands.build(case)
+        terms, whole = solve(case, o), formula.answers(case, o)
+        assert float(whole["l0"].value) * max(case.m, 1) == pytest.approx(float(terms.nonzeros))
+        for name, answer in terms.answers.items():
+            value = answer.value.t() if name == "w_down" else answer.value
+            value = value + formula.MAIN * (case.mains and name in case.weights)
+            right = whole[name].value.reshape(value.shape)
+            torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-9, msg=f"{name} of {case}")
+            seen += 1
+    assert seen > 50
+
+
+# Bounds are as narrow as what is promised
+
+# so many roundings that chance averages out
+MANY = "layer m=300 k=256 n=320 exact=False compression=2 density=0.2"
+TRAINING = f"{MANY} strategy=union aux=True wants=w_gate+w_up+w_down mains=True"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        MANY,
+        f"{MANY} strategy=union gated=False",
+        f"{TRAINING} dtype=fp16 biases=gate l1=True".replace("0.2", "0.1"),
+        f"{MANY} strategy=union aux=True wants=x+w_gate+w_up+w_down".replace("0.2", "0.5"),
+        f"{MANY} strategy=union aux=True wants=all".replace("layer", "given"),
+    ],
+    ids=["row", "union plain", "l1", "overflow", "given"],
+)
+def test_errors_are_what_is_usual(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither larger nor smaller: one rounding more or fewer would show."""
+    case = Case.of(line)
+    monkeypatch.setattr(comparison, "LUCK", 0)
+    monkeypatch.setattr(comparison, "BUDGET", 1.05)
+    result = attempt(case, CPU)
+    assert result.verdict == "ok"
+    assert result.ratios.keys() == {"y", *(f"{'main ' if case.mains else ''}{name}" for name in case.wanted)}
+    assert min(result.ratios.values()) > 0.85, result.ratios
+
+
+def test_errors_that_two_products_share_are_counted() -> None:
+    """The square's two gradients have the error of one gate, and weights that resemble each other add it up."""
+    line = (
+        "layer m=4000 k=64 n=64 exact=False activation=relu2 pattern=heavy-neurons density=0.12 coherent=True wants=x"
+    )
+    for seed in range(2):
+        result = attempt(Case.of(f"{line} l1=True aux=True compression=2 seed={seed}"), CPU)
+        assert result.verdict == "ok"
+        assert 0.8 < result.ratios["x"] < 0.95
+
+
 # Planted errors
 
 Op = Callable[..., Any]
@@ -166,6 +227,12 @@ def writes_to_one_buffer(op: Op) -> Op:
 def takes_the_last(op: Op) -> Op:
     """Of equal codes those of the last tokens."""
     return lambda gate, *more: op(gate.flip(0), *more).flip(0)
+
+
+def rounds_h(op: Op) -> Op:
+    """The hidden state is rounded, as "union" does and "row" does not."""
+
+    return lambda *arguments: op(*arguments[:-1], True)
 
 
 def of_weights(out: Any, given: tuple[Any, ...]) -> None:
@@ -232,23 +299,20 @@ def test_a_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_off_in_a_rare_neuron(op: Op) -> Op:
-    """The gradient of the neuron with the fewest tokens is off by 30 %; the norm of all does not show it."""
+    """The gradient of the neuron with the fewest tokens is off by 1 %; the norm of all does not show it."""
 
     def backward(*arguments: Any) -> Any:
         popularity = hybrid.parts(arguments[8], len(arguments[2]), len(arguments[3])).popularity
         main_up = arguments[10]
         out = op(*arguments)
         rarest = popularity.masked_fill(popularity == 0, 1 << 30).argmin()
-        main_up[rarest] += 0.3 * (main_up[rarest] - formula.MAIN)
+        main_up[rarest] += 0.01 * (main_up[rarest] - formula.MAIN)
         return out
 
     return backward
 
 
-RARE = (
-    "layer m=300 k=256 n=320 exact=False compression=2 density=0.2 strategy=union aux=True "
-    "wants=w_gate+w_up+w_down mains=True pattern=tokens"
-)
+RARE = f"{TRAINING} pattern=tokens"
 
 
 def grows(place: int, factor: float) -> Callable[[Op], Op]:
@@ -270,15 +334,16 @@ SHORT = "layer m=128 k=64 n=256 exact=False density=0.006"
 @pytest.mark.parametrize(
     ("module", "name", "fault", "line", "text"),
     [
+        ("twell.ops.ffn", "behind_on_cpu", rounds_h, MANY, "y: the error is"),
         ("twell.ops.ffn", "gate_on_cpu", changes(drops_the_largest), "layer m=1 k=64 n=64 exact=False", "y: "),
         ("twell.ops.ffn", "gate_on_cpu", changes(drops_the_largest), SHORT, "y: "),
         ("twell.ops.ffn", "gate_on_cpu", changes(rounds_to_fewer_bits), SHORT, "y: "),
-        (OP, "hybrid_backward_accumulate", is_off_in_a_rare_neuron, RARE, "main w_up: "),
+        (OP, "hybrid_backward_accumulate", is_off_in_a_rare_neuron, RARE, "main w_up: a row is off"),
         ("twell.ops.float8", "formula", grows(0, 1.1), "layer exact=False scales=row", "y: "),
         (f"{OP}.experts", "_sums", grows(0, 1.03), "experts exact=False experts=3", "y: "),
-        (OP, "hybrid_backward", grows(1, 1.3), "given exact=False wants=gate", "gate: "),
+        (OP, "hybrid_backward", grows(1, 1.03), "given exact=False wants=gate", "gate: "),
     ],
-    ids=["one token", "one of few", "fewer bits", "rare neuron", "e4m3", "experts", "given"],
+    ids=["h", "one token", "one of few", "fewer bits", "rare neuron", "e4m3", "experts", "given"],
 )
 def test_a_fault_in_real_numbers_is_found(
     module: str, name: str, fault: Callable[[Op], Op], line: str, text: str, monkeypatch: pytest.MonkeyPatch

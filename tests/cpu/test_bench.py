@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from profiling import figures, harness, readme, tables
-from profiling.bench import firing, host, layers, main, sae, sae_problem
+from profiling.bench import firing, host, layers, main, others, sae, sae_problem
 from profiling.bench.float8 import Weights
 from profiling.bench.layers import OPS
 from profiling.device import Ceilings, Device
@@ -143,6 +143,52 @@ def test_calls_for_a_profiler_have_no_times(bench: Callable[..., Result]) -> Non
     result = bench("ffn,train", *TINY, "--workload", WORKLOAD, "--strategy", "row", "--profile", "2")
     for row in result.rows:
         assert_no_speed(row)
+
+
+@pytest.mark.parametrize("name", ["quack", "paper"])
+def test_layers_of_others_are_checked_and_timed(
+    name: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they can be imported: by stand-ins that have their entry points."""
+
+    def mlp(x: Tensor, first: Tensor, second: Tensor, activation: str) -> Tensor:
+        gate, up = (x @ first.t()).unflatten(-1, (-1, 2)).unbind(-1)
+        assert activation == "reglu"
+        return (gate.relu() * up) @ second.t()
+
+    def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor]:
+        return (((x @ gate.t()).relu() * (x @ up.t())) @ down,)
+
+    class Published:
+        def __init__(self, layer_number: int, GATE: Tensor, UP: Tensor, DOWN: Tensor, ext: None) -> None:
+            self.weights = GATE, UP, DOWN
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return gated(x[None], *self.weights)[0][0] * (1 if len(calls) else 1.5)
+
+    calls = [1]
+    modules = {
+        "quack.mlp": SimpleNamespace(mlp_func=mlp),
+        "custom_models": SimpleNamespace(),
+        "custom_models.twell_modules.twell": SimpleNamespace(TwELLGatedMLP=Published),
+        "custom_models.hybrid_modules.sparse_ops_loader": SimpleNamespace(load_sparse_ops=lambda: None),
+    }
+    monkeypatch.setattr(
+        others, "imported", lambda one: modules[one] if one.startswith(name[:3].replace("pap", "cus")) else None
+    )
+    monkeypatch.setattr(torch.ops, "sparse_ops", SimpleNamespace(ff_forward_gated=gated), raising=False)
+    words = ("ffn,train", *TINY, "--workload", WORKLOAD, "--strategy", "row")
+    rows = {row["variant"]: row for row in bench(*words).rows}
+    for variant in (name, f"{name} train"):
+        assert rows[variant]["red"] == ""
+        assert rows[variant]["queued_ms"] > 0
+        # the published code launches on the default stream
+        assert bool(rows[variant]["ms"]) == (name == "quack")
+    if name == "paper":
+        calls.clear()
+        wrong = next(row for row in bench(*words).rows if row["variant"] == name)
+        assert "times dense" in wrong["red"]
+        assert_no_speed(wrong)
 
 
 def test_layers_by_every_strategy(bench: Callable[..., Result]) -> None:

@@ -12,6 +12,7 @@ from twell.base.activation import ActivationName, activation_of
 from twell.call.execution import Aux
 from twell.choose.plan import route_of
 from twell.runtime import geometry
+from twell.testing.bounds import rare
 from twell.testing.operands import sums
 from twell.testing.workloads import FFN
 
@@ -165,14 +166,6 @@ def off_kinks(problem: FFN, *, gated: bool = True, threshold: float = 0.0) -> FF
             kinks |= (up.abs() < reach) & (gate > 0)
         tokens[start:stop].masked_fill_(kinks.any(1, keepdim=True), 0)
     return problem._replace(x=tokens)
-
-
-def rare(active: Tensor) -> Tensor:
-    """Whether a neuron's tile of 64, by popularity, has few non-zeros, [N]."""
-    counts, order = active.sum(0).sort(descending=True, stable=True)
-    tile = torch.arange(len(counts), device=counts.device) // geometry.NEURON_TILE
-    few = counts.new_zeros(int(tile[-1]) + 1).index_add_(0, tile, counts) <= geometry.RARE_ENTRIES
-    return torch.empty_like(few[tile]).scatter_(0, order, few[tile])
 
 
 @torch.no_grad()

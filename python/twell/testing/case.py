@@ -3,8 +3,8 @@
     layer m=128 n=136 density=1.0 wants=all l1=True mains=True
 
 A line has the kind and what is not usual; ``Case.of(str(case)) == case``. All that a case computes follows from its
-fields and the kind of device. ``operands`` draws its tensors, ``formula`` has its answers, and ``calls`` makes
-the call.
+fields and the kind of device. ``operands`` draws its tensors, ``formula`` and ``bounds`` have its answers, and
+``calls`` makes the call.
 """
 
 from __future__ import annotations

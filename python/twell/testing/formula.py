@@ -93,7 +93,7 @@ def answers(case: Case, o: Operands) -> dict[str, Answer]:
                 given = torch.autograd.grad(loss, [leaves[name] for name in names], allow_unused=True)
                 out |= {
                     name: (torch.zeros_like(leaves[name]) if t is None else t)
-                    + MAIN * (case.mains and name in case.weights and not found)
+                    + MAIN * (case.mains and name in case.weights)
                     for name, t in zip(names, given)
                 }
         runs.append(run)
@@ -107,7 +107,7 @@ def answers(case: Case, o: Operands) -> dict[str, Answer]:
             kept = figures.gate[figures.active]
             right["moved"] = case.threshold + (0.01 * (kept.amin() - case.threshold) if len(kept) else kept.sum())
             absolute["moved"] = right["moved"].abs()
-    return {name: Answer(t, share * absolute[name] + 2.0**-21) for name, t in right.items()}
+    return {name: Answer(t, share * absolute[name] + 2.0**-22) for name, t in right.items()}
 
 
 def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) -> Results:
