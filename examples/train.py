@@ -39,6 +39,7 @@ class Options(Text):
     l1: float = field(default=2e-5, metadata={"help": "coefficient of the L1 term"})
     l1_warmup: int = field(default=0, metadata={"help": "steps in which the coefficient rises"})
     nnz: float | None = field(default=None, metadata={"help": "non-zeros per token to train to, in place of --l1"})
+    reinitialize: float = field(default=0.0, metadata={"help": "fraction that dead neurons are drawn again by"})
     observe_every: int = field(default=100, metadata={"help": "steps between two counts of dead neurons"})
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ def run(arguments: list[str] | None) -> int:
             # the kernels read this layout in place
             twell.nn.set_down_layout(model, "rows")
         how = {"nnz": options.nnz} if options.nnz else {"coefficient": options.l1, "warmup_steps": options.l1_warmup}
-        how |= {"every": options.observe_every}
+        how |= {"reinitialize": options.reinitialize, "every": options.observe_every}
         callbacks = [SparsityCallback(**how)]
     found = fit(model, options, training, data, callbacks)
     fired = f", {found['sparsity_l0']:.1f} non-zeros of {neurons} in training" if callbacks else ""

@@ -30,9 +30,9 @@ SMALL = (
     "--learning_rate 1e-2 --held_out 0.1 --disable_tqdm 1 --use_cpu 1 --bf16 0"
 ).split()
 LLAMA = "--sizes 2 32 64 2 --vocab 300 --gradient_accumulation_steps 2".split()
-# two thirds of the neurons are dead within a few steps
+# two thirds of the neurons are dead within a few steps, and some come back
 # dead neurons are counted at each checkpoint, as at the first step of a run that goes on
-SPARSE = "--l1 0.1 --observe_every 2 --strategy union".split()
+SPARSE = "--l1 0.1 --reinitialize 0.1 --observe_every 2 --strategy union".split()
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The training recipe: the L1 term and dead neurons."""
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -281,3 +282,101 @@ def test_forgetting_to_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
         model(x)
     with pytest.raises(RuntimeError, match="called 4 times in training mode without a read of"):
         model(x)
+
+
+# Dead neurons
+
+
+@pytest.mark.parametrize(("cls", "dtype"), [(SparseGatedMLP, BF16), (SparseMLP, torch.float32)])
+def test_reinitialize_moves_dead_rows_alone(cls: Any, dtype: torch.dtype) -> None:
+    mlp = cls(256, 1024, dtype=dtype)
+    gate = mlp.gate_proj if cls is SparseGatedMLP else mlp.up_proj
+    before = {name: p.detach().clone() for name, p in mlp.named_parameters()}
+    dead = torch.arange(1024) % 3 == 0
+    recipe.reinitialize_dead(mlp, dead, step=7)
+    for name, parameter in mlp.named_parameters():
+        if parameter is not gate.weight:
+            assert torch.equal(parameter, before[name])
+    old = before["gate_proj.weight" if cls is SparseGatedMLP else "up_proj.weight"]
+    assert torch.equal(gate.weight[~dead], old[~dead])
+    noise = (gate.weight[dead].double() - 0.9 * old[dead].double()) / 0.1
+    # 87,552 draws; bf16 rounds W to 2^-9 of itself, which is 10 times as much of the noise
+    assert abs(noise.mean()) < 5 * 0.02 / noise.numel() ** 0.5
+    assert abs(noise.std() / 0.02 - 1) < 0.02
+    assert gate.weight.requires_grad
+
+
+def test_reinitialize_draws_by_step_layer_and_seed() -> None:
+    model = Model(SparseGatedMLP(K, N), SparseGatedMLP(K, N))
+    with torch.no_grad():
+        for mlp in recipe.layers(model).values():
+            mlp.gate_proj.weight.zero_()  # type: ignore[union-attr]
+    everything = {name: torch.ones(N, dtype=torch.bool) for name in recipe.layers(model)}
+
+    def drawn(**options: Any) -> list[Tensor]:
+        each = copy.deepcopy(model)
+        recipe.reinitialize_dead(each, everything, fraction=1.0, **options)
+        return [block.mlp.gate_proj.weight.detach() for block in each.blocks]
+
+    torch.manual_seed(5)
+    first, again = drawn(step=3), drawn(step=3)
+    assert all(torch.equal(a, b) for a, b in zip(first, again))
+    # the global generator is left alone
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    drawn(step=3)
+    assert torch.equal(torch.rand(1), expected)
+    draws = [*first, *drawn(step=4), *drawn(step=3, seed=1)]
+    for a, b in itertools.combinations(draws, 2):
+        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.2
+    only = copy.deepcopy(model)
+    recipe.reinitialize_dead(only, {"blocks.1.mlp": everything["blocks.1.mlp"]}, step=3, fraction=1.0)
+    assert not only.blocks[0].mlp.gate_proj.weight.any()
+    assert torch.equal(only.blocks[1].mlp.gate_proj.weight, first[1])
+
+
+def test_a_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
+    model = nn.ModuleList(SparseMLP(K, N) for _ in range(2))
+    model[1].up_proj.weight = model[0].up_proj.weight
+    before = model[0].up_proj.weight.detach().clone()
+    first, second = torch.arange(N) < 6, torch.arange(N) > 2
+    recipe.reinitialize_dead(model, {"0": first, "1": second}, step=0)
+    changed = (model[0].up_proj.weight != before).any(1)
+    assert torch.equal(changed, first & second)
+    # the other layer stays as it is; one that dead does not name need not have a weight
+    model.append(SparseMLP(K, N))
+    model[2].up_proj = nn.Sequential(model[2].up_proj)
+    before = model[0].up_proj.weight.detach().clone()
+    recipe.reinitialize_dead(model, {"0": first}, step=0)
+    assert torch.equal(model[0].up_proj.weight, before)
+
+
+def test_frozen_gates_can_be_left_out() -> None:
+    model = nn.ModuleList(SparseGatedMLP(K, N) for _ in range(2))
+    model[0].gate_proj.requires_grad_(False)
+    assert recipe.trained_layers(model) == {"1"}
+    before: Any = model[1].gate_proj.weight.detach().clone()
+    dead = torch.arange(N) < 6
+    recipe.reinitialize_dead(model, {"1": dead}, step=0)
+    assert torch.equal((model[1].gate_proj.weight != before).any(1), dead)
+
+
+def test_reinitialize_revives_neurons() -> None:
+    model, (x,) = Model(SparseGatedMLP(K, N)), inputs()
+    # the same direction for all tokens, so that a row can be silent for all of them
+    x = x + 10
+    model.blocks[0].norm = nn.Identity()
+    gate = recipe.layers(model)["blocks.0.mlp"].gate_proj.weight  # type: ignore[union-attr]
+    with torch.no_grad():
+        gate[:20] = -gate[:20].abs()
+    tracker = SparsityTracker(model, every=1)
+    dead = []
+    for number in range(60):
+        with tracker.watch(number):
+            model(x)
+        masks = tracker.dead()
+        dead.append(int(masks["blocks.0.mlp"][:20].sum()))
+        recipe.reinitialize_dead(model, masks, step=number)
+    assert dead[0] == 20
+    assert dead[-1] < 4

@@ -10,6 +10,8 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 import torch.nn.functional as F
+from ffns import Fused
+from ffns import N as FUSED
 from recipe_models import (
     B,
     K,
@@ -242,7 +244,7 @@ def test_nothing_in_a_step_waits_for_the_device(strategy: Any, dtype: torch.dtyp
             y = model(x)
         loss = y.float().square().mean() + 2e-5 * recipe.l1_warmup(number, 10) * recipe.l1_term(model)
         loss.backward()
-        tracker.dead()
+        recipe.reinitialize_dead(model, tracker.dead(), step=number)
 
     with Waits():
         for number in range(4):
@@ -278,7 +280,10 @@ def ddp(rank: int) -> dict[str, Any]:
     counts.append(len(collectives))
     dead = tracker.dead()
     counts.append(len(collectives))
-    return {"stats": stats, "dead": dead, "counts": counts, "names": list(recipe.layers(wrapped))}
+    recipe.reinitialize_dead(wrapped, {name: ~mask for name, mask in dead.items()}, step=3)
+    weights = [p.detach() for p in model.parameters()]
+    names = list(recipe.layers(wrapped))
+    return {"stats": stats, "dead": dead, "counts": counts, "weights": weights, "names": names}
 
 
 def fsdp2(rank: int) -> dict[str, Any]:
@@ -297,8 +302,20 @@ def fsdp2(rank: int) -> dict[str, Any]:
     with tracker.watch(0):
         y = model(inputs(2)[rank])
     step_loss(y, model).backward()
+    masks = {name: torch.arange(len(mask)) % 3 == 0 for name, mask in tracker.dead().items()}
+    recipe.reinitialize_dead(model, masks, step=3)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    return {"stats": tracker.read()}
+    weights = [p.full_tensor().detach() for p in model.parameters()]
+    whole: Any = fused()
+    fully_shard(whole[0], mesh=mesh)
+    recipe.reinitialize_dead(whole, {"0": torch.arange(FUSED) % 3 == 0}, step=3)
+    together = whole[0].gate_up_proj.weight.full_tensor().detach()
+    return {"weights": weights, "stats": tracker.read(), "fused": together}
+
+
+def fused() -> nn.Sequential:
+    torch.manual_seed(0)
+    return twell.sparsify_(nn.Sequential(Fused(bias=False)), names=("gate_up_proj", "down_proj"))
 
 
 def both_ways(device: torch.device, folder: Path) -> None:
@@ -324,12 +341,13 @@ def assert_same_figures(got: recipe.SparsityStats, expected: recipe.SparsityStat
         assert (a.l0, a.l1) == pytest.approx((b.l0, b.l1))
 
 
-def test_ranks_of_ddp_share_figures(two_ranks: list[dict[str, Any]]) -> None:
+def test_ranks_of_ddp_share_figures_and_noise(two_ranks: list[dict[str, Any]]) -> None:
     first, second = (result["ddp"] for result in two_ranks)
     assert first["stats"] == second["stats"]
     assert first["names"] == ["blocks.0.mlp", "blocks.1.mlp"]
     # none is in a step, one reads everything
     assert first["counts"] == [0, 1, 1]
+    assert all(torch.equal(a, b) for a, b in zip(first["weights"], second["weights"]))
 
     # the same in one process
     model = Model()
@@ -351,5 +369,15 @@ def test_ranks_of_fsdp2_are_as_one_process(two_ranks: list[dict[str, Any]]) -> N
         with tracker.watch(0):
             model(x)
     stats = tracker.read()
-    for result in two_ranks:
-        assert_same_figures(result["fsdp2"]["stats"], stats)
+    masks = {name: torch.arange(len(mask)) % 3 == 0 for name, mask in tracker.dead().items()}
+    recipe.reinitialize_dead(model, masks, step=3)
+    for result in (result["fsdp2"] for result in two_ranks):
+        # the noise is that of the whole weight
+        assert all(torch.equal(a, b) for a, b in zip(result["weights"], model.parameters()))
+        assert_same_figures(result["stats"], stats)
+    whole: Any = fused()
+    before = whole[0].gate_up_proj.weight.detach().clone()
+    recipe.reinitialize_dead(whole, {"0": torch.arange(FUSED) % 3 == 0}, step=3)
+    changed = (whole[0].gate_up_proj.weight != before).any(1)
+    assert torch.equal(changed.nonzero().flatten(), torch.arange(0, FUSED, 3))
+    assert all(torch.equal(result["fsdp2"]["fused"], whole[0].gate_up_proj.weight) for result in two_ranks)

@@ -251,8 +251,11 @@ def test_resuming_changes_nothing(tmp_path: Path) -> None:
             seed=3,
         )
         model = llama()
+        with torch.no_grad():
+            # silent in all tokens
+            model.model.layers[0].mlp.gate_proj.weight[:8].zero_()
         # a run that goes on observes its first step, step 3
-        own = callback(warmup_steps=8, every=3)
+        own = callback(warmup_steps=8, reinitialize=0.1, every=3)
         trainer = Trainer(model, args, train_dataset=sequences(count, masked=True), callbacks=[own, *stops])
         trainer.train(resume_from_checkpoint=resume)
         return model, trainer
@@ -276,7 +279,7 @@ def test_resuming_changes_nothing(tmp_path: Path) -> None:
     assert [entry[0] for entry in histories[0]] == list(range(1, 11))
 
 
-def test_wrong_settings_and_models_are_refused(tmp_path: Path) -> None:
+def test_wrong_settings_and_models_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         logits = outputs["logits"][:, :-1].reshape(-1, VOCABULARY)
         return F.cross_entropy(logits, labels[:, 1:].reshape(-1))
@@ -310,6 +313,15 @@ def test_wrong_settings_and_models_are_refused(tmp_path: Path) -> None:
     model.model.layers[0].mlp.activation = "drelu"
     with pytest.raises(ValueError, match=r'nnz needs layers without FATReLU where others have "relu2" or "drelu"'):
         train(model, callback(coefficient=None, nnz=5))
+    # frozen gates stay as they are
+    frozen = llama()
+    for layer in recipe.layers(frozen).values():
+        layer.gate_proj.requires_grad_(False)
+    before = [layer.gate_proj.weight.clone() for layer in recipe.layers(frozen).values()]
+    train(frozen, callback(reinitialize=0.1))
+    assert "no gate is trained, and reinitialize leaves frozen ones as they are" in caplog.text
+    for weight, layer in zip(before, recipe.layers(frozen).values(), strict=True):
+        assert torch.equal(layer.gate_proj.weight, weight)
 
 
 def test_a_run_that_was_interrupted_leaves_nothing_in_the_next(tmp_path: Path) -> None:
@@ -437,7 +449,7 @@ def both_averages(device: torch.device, folder: Path) -> None:
             max_steps=3,
         )
         data = sequences(16, masked=True)
-        trainer = Recording(model, args, train_dataset=data, callbacks=[callback()])
+        trainer = Recording(model, args, train_dataset=data, callbacks=[callback(reinitialize=0.1)])
         trainer.train()
         assert args.world_size == 2
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -1,5 +1,6 @@
 """Rows of the table: every entry point, how it is called, and which habits do not apply to it, with the reason."""
 
+import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
@@ -214,8 +215,10 @@ class Recipe(nn.Module):
         tracker.close()
         recipe.record_aux(self.model, False)
         small, _ = twell.compact(self.model, firing)
+        again = copy.deepcopy(self.model)
+        recipe.reinitialize_dead(again, {name: torch.ones_like(mask) for name, mask in dead.items()}, step=1)
         counts = [layer.counts for layer in firing.values()]
-        return y, term, dead, counts, small(x)
+        return y, term, dead, counts, small(x), again(x)
 
 
 def of_recipe(o: Operands, strategy: Any) -> tuple[nn.Module, Operands]:

@@ -161,6 +161,11 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
     "recipe.clear_aux": (recipe.clear_aux, lambda: {"model": recorded()}),
     "recipe.l1_term": (recipe.l1_term, lambda: {"model": recorded()}),
     "recipe.l1_warmup": (recipe.l1_warmup, lambda: {"step": 0, "warmup_steps": 3}),
+    "recipe.reinitialize_dead": (
+        recipe.reinitialize_dead,
+        lambda: {"module": layer(), "dead": torch.zeros(N, dtype=torch.bool), "step": 0},
+    ),
+    "recipe.trained_layers": (recipe.trained_layers, lambda: {"model": layer()}),
     "recipe.SparsityTracker": (recipe.SparsityTracker, lambda: {"model": layer()}),
     "SparsityTracker.watch": (tracked, None),
     "recipe.TargetSparsity": (recipe.TargetSparsity, lambda: {"nnz": 5, "steps": 10}),

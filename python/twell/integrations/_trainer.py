@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from twell import recipe
 from twell.base.arguments import require_flag, require_integer, require_number, require_positive
-from twell.recipe import SparsityTracker
+from twell.recipe import SparsityTracker, trained_layers
 from twell.runtime.log import logger
 
 try:
@@ -31,7 +31,7 @@ _TOO_FEW = "The term pressed too hard: a smaller learning rate or more steps hel
 
 
 class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Adds the L1 term to the loss of a Trainer and tracks the model's sparsity.
+    """Adds the L1 term to the loss of a Trainer, tracks the model's sparsity and revives dead neurons.
 
     ::
 
@@ -74,11 +74,14 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         moving_threshold: with ``nnz``: layers with "relu" or "fatrelu" get FATReLU, whose threshold
             ``recipe.TargetThreshold`` moves. It settles as training ends. Checkpoints name the threshold of their step.
             Files of an adapter have no place for it: save the model's configuration with them, or merge the adapter.
+        reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step on layers
+            whose gate is trained, with noise by Trainer's ``seed``; 0: never. The paper has 0.1.
         every: as in ``recipe.SparsityTracker``.
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
     as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
-    ``nnz`` under load_best_model_at_end, which goes back to a step before the target; with ``moving_threshold`` under
+    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with ``nnz`` under
+    load_best_model_at_end, which goes back to a step before the target; with ``moving_threshold`` under
     ``save_strategy="best"``, whose files name no threshold; for a second SparsityCallback; and for a checkpoint without
     a target or of another one: another ``nnz`` or number of steps. Padding counts as tokens.
     """
@@ -90,6 +93,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         warmup_steps: int = 0,
         nnz: float | None = None,
         moving_threshold: bool = False,
+        reinitialize: float = 0.0,
         every: int = 100,
     ) -> None:
         if coefficient is not None:
@@ -105,9 +109,10 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "SparsityCallback: coefficient and warm-up must be left out with nnz, which finds a coefficient for "
                 f"each step, got {coefficient} and {warmup_steps}"
             )
-        require_integer("every", every, 0)
+        require_number("reinitialize", reinitialize, 0, 1)
+        require_integer("every", every, 1 if reinitialize else 0)
         self.coefficient, self.nnz, self.moving_threshold = coefficient, nnz, moving_threshold
-        self.warmup_steps, self.every = warmup_steps, every
+        self.warmup_steps, self.reinitialize, self.every = warmup_steps, reinitialize, every
         self.tracker: SparsityTracker | None = None
         self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
         self._model: nn.Module | None = None
@@ -157,6 +162,10 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 'SparsityCallback: save_strategy must not be "best" with moving_threshold: Trainer decides to save too '
                 "late for the threshold to be named"
             )
+        if self.reinitialize and args.deepspeed:
+            raise ValueError("SparsityCallback: reinitialize must be 0 under DeepSpeed, which keeps copies of weights")
+        if self.reinitialize and not trained_layers(model):
+            logger.warning("SparsityCallback: no gate is trained, and reinitialize leaves frozen ones as they are")
         self.tracker = SparsityTracker(model, every=self.every)
         if self.nnz is None and self._adds_term:
             recipe.record_aux(model)
@@ -213,7 +222,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._passes = 0
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Steer towards the target."""
+        """Steer towards the target, and draw dead neurons towards their initialisation."""
         if self._adds_term and not self._arrived:
             raise ValueError(
                 f"SparsityCallback: the L1 term must have a gradient, got none in step {state.global_step}: the loss "
@@ -223,6 +232,10 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             )
         if self.target is not None:
             self.target.update()
+        if self.reinitialize and self.tracker is not None and self._model is not None:
+            trained = trained_layers(self._model)
+            dead = {name: mask for name, mask in self.tracker.dead().items() if name in trained}
+            recipe.reinitialize_dead(self._model, dead, self.reinitialize, step=state.global_step, seed=args.seed)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the figures to the logs of a training step."""
@@ -241,7 +254,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """The entry in a checkpoint's trainer_state.json: arguments, and the target's state."""
-        names = ("coefficient", "warmup_steps", "nnz", "moving_threshold", "every")
+        names = ("coefficient", "warmup_steps", "nnz", "moving_threshold", "reinitialize", "every")
         return {
             "args": {name: getattr(self, name) for name in names},
             "attributes": {},

@@ -11,15 +11,11 @@
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        recipe.reinitialize_dead(model, tracker.dead(), step=step)
         if step % 10 == 0:
             print(step, tracker.read().summary())
 
-The method needs only ``l1_term``. Some of the paper's runs also draw dead neurons again (fraction 0.1, std 0.02), on
-the gate's weight [N, K] of each layer, without gradients, after each step of the optimizer::
-
-    drawn = weight.lerp(0.02 * torch.randn_like(weight), 0.1)
-    weight.copy_(torch.where(tracker.dead()[name][:, None], drawn, weight))
-
+The method needs only ``l1_term``; the paper's numbers are without reinitialisation unless it says so.
 ``TargetSparsity`` takes a number of non-zeros instead of a coefficient; ``TargetThreshold`` reaches it with FATReLU.
 For the Trainer of transformers there is ``twell.integrations.transformers.SparsityCallback``.
 
@@ -32,6 +28,7 @@ fullgraph, or around compiled blocks, it needs nothing more.
 
 from twell.recipe._aux import clear_aux, l1_warmup, layers, record_aux
 from twell.recipe._l1 import l1_term
+from twell.recipe._reinitialize import reinitialize_dead, trained_layers
 from twell.recipe._target import TargetSparsity, TargetThreshold
 from twell.recipe._tracker import LayerStats, SparsityStats, SparsityTracker
 
@@ -46,4 +43,6 @@ __all__ = [
     "l1_warmup",
     "layers",
     "record_aux",
+    "reinitialize_dead",
+    "trained_layers",
 ]

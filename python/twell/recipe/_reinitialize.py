@@ -1,0 +1,153 @@
+"""Draw dead neurons back towards their initialisation."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from twell.base.arguments import require, require_integer, require_number
+from twell.nn import compaction
+from twell.nn.converted import FusedGatedMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.recipe._aux import layers
+
+
+@torch.no_grad()
+def reinitialize_dead(
+    module: nn.Module,
+    dead: Tensor | Mapping[str, Tensor],
+    fraction: float = 0.1,
+    std: float = 0.02,
+    *,
+    step: int,
+    seed: int = 0,
+) -> None:
+    """``W <- (1 - fraction) W + fraction N(0, std^2)`` on the gate rows of dead neurons, in place, and on no others.
+
+    Row n of the gate's weight [N, K] (of the up projection if there is no gate) decides whether neuron n fires; it is a
+    column in the paper's notation (arXiv 2603.23198, fraction 0.1, std 0.02). Call it after each optimizer step, as
+    long as neurons are dead::
+
+        recipe.reinitialize_dead(model, tracker.dead(), step=step)
+
+    Args:
+        module: a layer, or a model with layers.
+        dead: bool [N] on the layer's device; for a model a mapping from names of layers to these, as
+            ``SparsityTracker.dead`` returns. Layers that it does not name stay as they are. In a parameter that layers
+            have in common, rows change that are dead in all of them.
+        step: the noise is a function of ``seed``, this step and the layer's index: the same on all ranks, and after a
+            resume.
+
+    It does not wait for the device, so the cost is the same whether or not a neuron is dead: for each layer named a
+    draw of [N, K] numbers and two passes over the weight. A DTensor (FSDP2, tensor parallel) gets the values of the
+    whole weight: each rank draws the noise of all N neurons and uses its part. Flat parameters (FSDP1, ZeRO-3) are
+    refused; FSDP1 has ``summon_full_params``.
+
+    The optimizer's state stays as it is. A dead neuron has no gradient, so its moments have decayed to nothing; weight
+    decay applies as ever. An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to
+    those copies then. A weight that is frozen, as below an adapter, or computed from others, as by weight_norm or
+    pruning, raises ValueError: ``trained_layers`` has the layers without. Biases stay, so a neuron that its bias alone
+    keeps silent may stay dead.
+    """
+    require_number("fraction", fraction, 0, 1)
+    require_number("std", std, 0)
+    require_integer("step", step, 0)
+    require_integer("seed", seed, 0)
+    if fraction == 0:
+        raise ValueError("fraction must be in (0, 1], got 0")
+    found = layers(module)
+    if isinstance(dead, Tensor):
+        if not isinstance(module, (SparseGatedMLP, SparseMLP)):
+            raise TypeError("dead must map names of layers to masks where module is a model, got a tensor")
+        dead = {"": dead}
+    require("dead", dead, Mapping, "a bool tensor [N] or a mapping from names of layers to these")
+    if unknown := dead.keys() - found.keys():
+        raise ValueError(f"dead must name layers of the module ({', '.join(found)}), got {', '.join(sorted(unknown))}")
+    # rows by the weight that layers may have in common: the first layer's place, the weight, the mask
+    drawn: dict[int, tuple[int, Tensor, Tensor]] = {}
+    kept: dict[int, Any] = {}
+    for place, (name, layer) in enumerate(found.items()):
+        weight = getattr(_gate_rows(layer), "weight", None)
+        key = id(weight)
+        if name not in dead:
+            kept[key] = weight
+            continue
+        if obstacle := _obstacle(layer):
+            raise ValueError(f"the gate of {name or 'the layer'} must {obstacle}: leave the layer out of dead")
+        neurons, mask = layer.intermediate, dead[name]
+        weight = _whole(name, weight, 2 * neurons if isinstance(layer, FusedGatedMLP) else neurons)
+        require(f"dead of {name or 'the layer'}", mask, Tensor, "a bool tensor")
+        if mask.dtype != torch.bool or mask.shape != (neurons,):
+            raise ValueError(
+                f"dead of {name or 'the layer'} must be bool [{neurons}], got {mask.dtype} {list(mask.shape)}"
+            )
+        if key in drawn:
+            place, _, others = drawn[key]
+            mask = mask & others.to(mask.device)
+        drawn[key] = place, weight, mask
+    for key, (place, weight, mask) in drawn.items():
+        if key in kept:
+            continue
+        # neighbouring steps and layers must not share seeds
+        number = random.Random(f"{seed} {step} {place}").getrandbits(62)
+        source = torch.Generator(weight.device).manual_seed(number)
+        _reinitialize(weight, mask, fraction, std, source)
+
+
+def trained_layers(module: nn.Module) -> set[str]:
+    """The names of the layers whose dead neurons ``reinitialize_dead`` can draw again: their gate's weight is trained.
+
+    It leaves out layers whose gate is frozen, as below an adapter, or computed from others, as by weight_norm.
+    """
+    return {name for name, layer in layers(module).items() if not _obstacle(layer)}
+
+
+def _gate_rows(layer: Any) -> Any:
+    """The projection whose weight has the gate's rows; one of gate and up begins with them."""
+    return layer._modules[layer._names[0]] if isinstance(layer, FusedGatedMLP) else compaction.gate_of(layer)
+
+
+def _obstacle(layer: Any) -> str:
+    """What the gate of a layer must be that it is not: its weight is computed from others, or frozen; "" if nothing."""
+    projection = _gate_rows(layer)
+    computed = [each for each in ("weight_orig", "weight_g") if each in projection._parameters]
+    if computed or parametrize.is_parametrized(projection, "weight"):
+        source = " and ".join(computed) or "parametrizations"
+        return f"have its weight as a parameter, got one computed from {source}"
+    trained = getattr(getattr(projection, "weight", None), "requires_grad", False)
+    return "" if trained else "be trained, got no weight that requires grad"
+
+
+def _reinitialize(weight: Any, mask: Tensor, fraction: float, std: float, generator: torch.Generator) -> None:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    neurons, columns = len(mask), weight.shape[1]
+    noise = torch.randn((neurons, columns), generator=generator, device=weight.device, dtype=wide)
+    # the up projection's rows stay
+    around = (0, 0, 0, weight.shape[0] - neurons)
+    noise, rows = F.pad(noise, around), F.pad(mask[:, None].expand(neurons, columns), around)
+    if hasattr(weight, "placements"):
+        noise, rows, weight = _part(noise, weight), _part(rows, weight), weight.to_local()
+    drawn = torch.lerp(weight.to(wide), noise * std, fraction)
+    weight.copy_(torch.where(rows, drawn.to(weight.dtype), weight))
+
+
+def _part(whole: Tensor, like: Any) -> Tensor:
+    """This rank's part of ``whole``, a tensor that all ranks have, by the placement of the DTensor ``like``."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    replicas = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    local: Tensor = replicas.redistribute(placements=like.placements).to_local()
+    return local
+
+
+def _whole(name: str, weight: Any, rows: int) -> Tensor:
+    if weight.dim() != 2 or weight.shape[0] != rows:
+        raise ValueError(
+            f"the gate of {name or 'the layer'} must have {rows} rows, got {list(weight.shape)}: weights "
+            "of FSDP1 are whole within summon_full_params, those of fully_shard (FSDP2) need nothing"
+        )
+    return weight  # type: ignore[no-any-return]
