@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.nn.functional as F
 from recipe_models import (
+    Adapted,
+    B,
     K,
     Model,
     N,
+    S,
     assert_close,
     gate_l1,
     gradients,
     inputs,
+    pair,
     plain_pass,
     plain_term,
 )
@@ -31,8 +36,8 @@ BF16 = torch.bfloat16
 pytestmark = pytest.mark.usefixtures("seeded")
 
 
-def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    loss = (model if forward is None else forward)(x).square().mean() + 0.1 * recipe.l1_term(model)
+def step(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None, **options: Any) -> Tensor:
+    loss = (model if forward is None else forward)(x).square().mean() + 0.1 * recipe.l1_term(model, **options)
     loss.backward()
     return loss.detach()
 
@@ -82,12 +87,16 @@ def test_l1_term_says_what_is_wrong() -> None:
     with pytest.raises(RuntimeError, match="is in eval mode"):
         recipe.l1_term(model)
     model.train()(x)
-    # of two calls the mean
-    other = 2 * x
-    model(other)
-    wanted = [plain_term(plain_pass(model, each)[2]) for each in (x, other)]
-    torch.testing.assert_close(recipe.l1_term(model), sum(wanted) / 2)
+    model(x)
+    with pytest.raises(RuntimeError, match=r"called 2 times .* several=True"):
+        recipe.l1_term(model)
+    # as the error says
+    torch.testing.assert_close(recipe.l1_term(model, several=True), plain_term(plain_pass(model, x)[2]))
     assert not unread(model)
+    model(x)
+    recipe.clear_aux(model)
+    model(x)
+    recipe.l1_term(model)
 
 
 def test_reentrant_checkpointing_is_refused() -> None:
@@ -137,11 +146,12 @@ def test_a_layer_that_is_skipped_has_an_l1_of_zero() -> None:
     part = Model(model.blocks[0].mlp, model.blocks[2].mlp)
     part.blocks[0], part.blocks[1] = model.blocks[0], model.blocks[2]
     expected = plain_term(plain_pass(part, x)[2]) * 2 / 3
-    part(x)
-    term = recipe.l1_term(model)
-    torch.testing.assert_close(term, expected)
-    term.backward()
-    assert skipped.mlp.up_proj.weight.grad is None
+    for several in (False, True):
+        part(x)
+        term = recipe.l1_term(model, several=several)
+        torch.testing.assert_close(term, expected)
+        term.backward()
+        assert skipped.mlp.up_proj.weight.grad is None
     part(x)
     shared = gate_l1(part)
     part(x)
@@ -157,6 +167,61 @@ def test_a_layer_that_is_skipped_has_an_l1_of_zero() -> None:
     part(x)
     with pytest.raises(RuntimeError, match=r"blocks\.1\.mlp recorded nothing: it is in eval mode"):
         recipe.l1_term(model)
+
+
+def masked() -> Tensor:
+    mask = torch.ones(B, S, dtype=torch.long)
+    mask[1, :5] = 0
+    return mask
+
+
+@pytest.mark.parametrize("layers", ["named", "dense", "pair", "adapter"])
+def test_padding_is_left_out_of_the_term(layers: str) -> None:
+    strategy: Any = "dense" if layers == "dense" else "union"
+    mlps: list[Any] = [SparseGatedMLP(K, N, True, strategy=strategy), SparseMLP(K, N, True, strategy=strategy)]
+    if layers == "pair":
+        mlps = [pair()]
+    if layers == "adapter":
+        mlps[0].up_proj = Adapted(K, N)
+    model, (x,), mask = Model(*mlps).double(), inputs(dtype=torch.float64), masked()
+    if layers == "pair":
+        state = F.relu(F.linear(model.blocks[0].norm(x), mlps[0].fc1.weight, mlps[0].fc1.bias))
+        states = [state]
+    else:
+        states = plain_pass(model, x)[2]
+    expected = torch.stack([(h.abs().sum(-1) * mask).sum() / mask.sum() for h in states]).mean()
+    weights = [p for name, p in model.named_parameters()]
+    right = torch.autograd.grad(expected, weights, allow_unused=True)
+    recipe.record_aux(model, inputs=True)
+    for given in (mask, mask.bool()):
+        model(x)
+        term = recipe.l1_term(model, attention_mask=given)
+        torch.testing.assert_close(term, expected)
+        for got, wanted in zip(torch.autograd.grad(term, weights, allow_unused=True), right, strict=True):
+            torch.testing.assert_close(*(torch.zeros(()) if g is None or not g.any() else g for g in (got, wanted)))
+    assert not unread(model)
+    # nothing but padding
+    model(x)
+    assert recipe.l1_term(model, attention_mask=mask * 0) == 0
+
+
+def test_a_mask_of_other_tokens_is_refused() -> None:
+    layer, x, mask = SparseGatedMLP(K, N), torch.randn(B, S, K), masked()
+    recipe.record_aux(layer)
+    experts = nn.ModuleDict({"experts": nn.ModuleList([layer])})
+    recipe.record_aux(layer, inputs=True)
+    layer(x.flatten(0, 1))
+    right = recipe.l1_term(layer, attention_mask=mask)
+    layer(x)
+    assert torch.equal(recipe.l1_term(layer, attention_mask=mask), right)
+    wrong: Any = [(layer, x[:, 1:], mask), (layer, x, mask.t()), (layer, x, mask[:, None]), (layer, x[:1], mask)]
+    # the router may have changed their order
+    wrong.append((experts, x.flatten(0, 1), mask))
+    for model, given, tokens in wrong:
+        layer(given)
+        with pytest.raises(ValueError, match=r"attention_mask must be of the tokens of .* leave it out there"):
+            recipe.l1_term(model, attention_mask=tokens)
+        recipe.clear_aux(layer)
 
 
 def test_checkpointing_changes_nothing() -> None:

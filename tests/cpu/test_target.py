@@ -169,19 +169,37 @@ def test_experts_without_tokens_are_not_part_of_the_mean(of: Any) -> None:
     assert target.read()["non_zeros"] == pytest.approx(sum(right) / 2, rel=1e-5)
 
 
-def skipping_ranks() -> dict[str, float]:
+@pytest.mark.parametrize("kind", ["hidden", "gate", "threshold"])
+def test_padding_is_left_out_of_a_target(kind: Any) -> None:
+    x, mask, found = torch.randn(M, K), torch.arange(M) % 3 > 0, []
+    for padded in (False, True):
+        torch.manual_seed(0)
+        model = Model(strategy="union")
+        recipe.record_aux(model, inputs=True)
+        target = TargetThreshold(model, 5, 10) if kind == "threshold" else TargetSparsity(5, 10, of=kind)
+        for _ in range(2):
+            model(x if padded else x[mask])
+            term = target.term(model, attention_mask=mask if padded else None)
+            term.backward()
+            target.update()
+        found.append([term.item(), *target.read().values(), *(p.grad for p in model.mlps[0].up_proj.parameters())])
+    torch.testing.assert_close(*found)
+
+
+def skipping_ranks(kind: str) -> dict[str, float]:
     """Ranks call other experts, and at last none at all."""
     torch.manual_seed(0)
     model, rank = Model(strategy="union"), dist.get_rank()
     recipe.record_aux(model, inputs=True)
     tracker = recipe.SparsityTracker(model, every=1)
-    target, x = TargetSparsity(5, 10, of="gate"), next(batches(rank))[0]
+    target, x = TargetSparsity(5, 10, of="hidden" if kind == "mask" else "gate"), next(batches(rank))[0]
+    mask = torch.arange(M) < 100
     for step in range(3):
         calls = ({rank}, {0, 1}, {1} if rank else set())[step]
         recipe.clear_aux(model, skippable=True)
         with tracker.watch(step):
             y = sum((model.mlps[i](x) for i in calls), x)
-        term = target.term(model)
+        term = target.term(model, attention_mask=mask if kind == "mask" else None)
         if calls:
             (y.square().mean() + term).backward()
         target.update()
@@ -262,7 +280,8 @@ def ranks_share(device: torch.device, folder: Path) -> None:
     moving.term(model)
     moving.update()
     # collectives of figures and windows must not wait for a layer that another rank skips
-    shared = {"threshold": moving.settle(), "skipping": skipping_ranks(), **target.read()}
+    skipping = [skipping_ranks(kind) for kind in ("gate", "mask")]
+    shared = {"threshold": moving.settle(), "skipping": skipping, **target.read()}
     torch.save((terms, shared), folder / f"result{rank}")
 
 
@@ -320,8 +339,10 @@ def test_gates_are_those_of_tokens_from_begin_to_end(layer: Any, strategy: Any) 
         gate_l1(layer)
 
 
-def test_terms_of_inputs_add_to_main_gradients() -> None:
-    model, x = Model(strategy="union"), torch.randn(M, K)
+@pytest.mark.parametrize("of", ["hidden", "gate"])
+def test_terms_of_inputs_add_to_main_gradients(of: Any) -> None:
+    torch.manual_seed(0)
+    model, x, mask = Model(strategy="union"), torch.randn(M, K), torch.arange(M) % 2
     recipe.record_aux(model, inputs=True)
     expected: list[Tensor] = []
     for main in (False, True):
@@ -330,7 +351,7 @@ def test_terms_of_inputs_add_to_main_gradients() -> None:
         for parameter in model.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
         y = model(x)
-        (y.square().mean() + TargetSparsity(5, 10, of="gate").term(model)).backward()
+        (y.square().mean() + TargetSparsity(5, 10, of=of).term(model, attention_mask=mask)).backward()
         weights = [mlp.gate_proj.weight for mlp in model.mlps]
         expected = expected or [weight.grad.clone() for weight in weights]
         if main:

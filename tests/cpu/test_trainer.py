@@ -389,7 +389,7 @@ def test_a_term_of_ones_own_may_be_of_two_passes(tmp_path: Path) -> None:
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             loss = model(**inputs).loss + model(**inputs).loss
             calls.append(len(model.model.layers[0].mlp._recorder.calls))
-            return loss + 0.1 * recipe.l1_term(model)
+            return loss + 0.1 * recipe.l1_term(model, several=True)
 
     model = llama()
     recipe.record_aux(model)
@@ -479,29 +479,49 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
 # A number of non-zeros instead of a coefficient
 
 
-@pytest.mark.parametrize("moving", [False, True])
-def test_weights_are_those_of_a_plain_loop(moving: bool, tmp_path: Path) -> None:
-    """The recipe's own loop over the same micro-batches."""
+def padded(count: int) -> list[dict[str, Tensor]]:
+    found = sequences(count)
+    for i, each in enumerate(found):
+        each["attention_mask"] = (torch.arange(LENGTH) < LENGTH - 4 * (i % 2)).long()
+        each["labels"] = torch.where(each["attention_mask"] == 1, each["labels"], -100)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("nnz", "moving", "padding"), [(5, False, False), (5, True, False), (5, False, True), (None, False, True)]
+)
+def test_weights_are_those_of_a_plain_loop(
+    nnz: int | None, moving: bool, padding: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The recipe's own loop over the same micro-batches, in which padding may be left out."""
     model = llama()
     plain = copy.deepcopy(model)
     options: dict[str, Any] = {"learning_rate": 0.05, "lr_scheduler_type": "constant"}
     args = arguments(tmp_path, max_steps=6, gradient_accumulation_steps=2 if moving else 1, **options)
-    own = callback(coefficient=None, nnz=5, moving_threshold=moving)
-    trainer = Recording(model, args, train_dataset=sequences(24, masked=True), callbacks=[own])
+    wanted: dict[str, Any] = {"coefficient": None, "nnz": nnz, "moving_threshold": moving} if nnz else {}
+    data = padded(24) if padding else sequences(24, masked=True)
+    own = callback(**wanted, attention_mask=padding)
+    trainer = Recording(model, args, train_dataset=data, callbacks=[own])
     trainer.train()
-    recipe.record_aux(plain, inputs=moving)
+    assert "padding counts" not in caplog.text
+    recipe.record_aux(plain, inputs=moving or padding)
     target: Any = recipe.TargetThreshold(plain, 5, 6) if moving else recipe.TargetSparsity(5, 6)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    coefficients = []
+    coefficients, left_out = [], 0
     plain.train()
     for micro, _ in trainer.steps:
         for inputs, items in micro:
+            mask = inputs.get("attention_mask")
+            left_out += 0 if mask is None else int((mask == 0).sum())
             loss = plain(**inputs, num_items_in_batch=items).loss
-            (loss + target.term(plain) / len(micro)).backward()
+            term = target.term(plain, attention_mask=mask) if nnz else 0.1 * recipe.l1_term(plain, attention_mask=mask)
+            (loss + term / len(micro)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        target.update()
-        coefficients.append(target.read()["coefficient"])
+        if nnz:
+            target.update()
+        coefficients.append(target.read()["coefficient"] if nnz else 0.1)
+    assert (left_out > 0) == padding
     logged = [entry["sparsity_coefficient"] for entry in trainer.state.log_history if "sparsity_coefficient" in entry]
     assert logged == pytest.approx(coefficients, rel=1e-3)
     for a, b in zip(weights(model), weights(plain), strict=True):
@@ -512,6 +532,15 @@ def test_weights_are_those_of_a_plain_loop(moving: bool, tmp_path: Path) -> None
         assert isinstance(layer.threshold, float)
         assert layer.threshold == pytest.approx(target.settle(), rel=1e-3)
         assert trainer.state.log_history[-2]["sparsity_threshold"] == pytest.approx(layer.threshold)
+
+
+def test_padding_counts_by_default_which_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, args = llama(), arguments(tmp_path, max_steps=2)
+    Trainer(model, args, train_dataset=padded(8), callbacks=[callback()]).train()
+    assert caplog.text.count("padding counts as tokens") == 1
+    model.config.is_encoder_decoder = True
+    with pytest.raises(ValueError, match="attention_mask must be off for an encoder-decoder"):
+        Trainer(model, args, train_dataset=padded(8), callbacks=[callback(attention_mask=True)]).train()
 
 
 @pytest.mark.parametrize("moving", [False, True])
@@ -587,6 +616,27 @@ def test_an_interrupted_run_leaves_no_moving_threshold(by_hand: bool, tmp_path: 
     Trainer(model, args, train_dataset=sequences(8), callbacks=[callback(**options)]).train()
     assert isinstance(model.model.layers[0].mlp.threshold, float)
     assert ("the thresholds of the layers stay as they are" in caplog.text) == by_hand
+
+
+def test_a_rate_that_cannot_reach_the_target_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(rate: float, optimizer: str = "adamw_torch") -> list[str]:
+        caplog.clear()
+        args = arguments(tmp_path, max_steps=40, learning_rate=rate, optim=optimizer, logging_steps=5)
+        own = callback(coefficient=None, nnz=5)
+        Trainer(llama(), args, train_dataset=sequences(80), callbacks=[own]).train()
+        return [
+            record.getMessage() for record in caplog.records if record.name == "twell" and "moved" not in record.msg
+        ]
+
+    first, held, last = train(5e-5)
+    assert first.startswith("SparsityCallback: nnz=5 can hardly be reached: 40 steps with a learning rate of 5e-05")
+    assert "move the gates too little for their size; a learning rate of about " in first
+    assert "the learning rate is too small" in held
+    assert last.startswith("training ended with")
+    for rate, optimizer in ((3e-2, "adamw_torch"), (5e-5, "sgd")):
+        assert not any("hardly" in message for message in train(rate, optimizer))
 
 
 def test_a_pass_may_skip_all_layers(tmp_path: Path) -> None:

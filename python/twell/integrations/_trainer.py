@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from twell import recipe
 from twell.base.arguments import require_flag, require_integer, require_number, require_positive
+from twell.nn.layers import SparseGatedMLP
 from twell.recipe import SparsityTracker, trained_layers
 from twell.runtime.log import logger
 
@@ -24,6 +25,10 @@ _PAPERS = 2e-5
 _MOST_PASSES = 16
 # A miss of the target by more than this factor is worth a warning.
 _MISSED = 1.1
+# How far all steps can move a gate, over its own size, below which a run misses its target or has the L1 term at its
+# most, and from which on it has neither. On a CPU, a tenth of the neurons as target, AdamW, rates that fall to 0, 200
+# steps: models of 64 and 192 hidden values, trained before, failed at 4.8 and 5.0 and succeeded from 9.6 and 10 on.
+_LEAST_TRAVEL, _GOOD_TRAVEL = 6.0, 20.0
 _TOO_MANY = (
     "More steps, a larger learning rate or layers that are not frozen help; a run that stops early does not get there"
 )
@@ -39,10 +44,13 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         args = TrainingArguments(..., learning_rate=1e-3)
         Trainer(model, args, train_dataset=data, callbacks=[SparsityCallback(nnz=30)]).train()
 
-    ``nnz`` is a number of non-zeros per token to train to. Trainer's default learning rate of 5e-5 is mostly too small
-    for some hundreds of steps: a warning says so when the L1 term has come to its most, and as training ends one names
-    a miss by more than a tenth. Without ``nnz`` there is a coefficient, the paper's by default, for models of 0.5 to
-    2 B parameters.
+    ``nnz`` is a number of non-zeros per token to train to. An optimizer such as Adam changes a weight by at most about
+    the learning rate in a step, so that a gate of K weights moves by at most rate * K times the size of the inputs,
+    where its own size is that of the weights times the root of K times that of the inputs. Only what inputs have in
+    common moves it for all tokens: rate * steps * sqrt(K) should be above 6 times the root mean square of the gates'
+    weights, better 20 times. Trainer's default of 5e-5 is mostly too small for some hundreds of steps. A warning says
+    so as training begins, or when the L1 term has come to its most. As it ends, one names a miss by more than a tenth.
+    Without ``nnz`` there is a coefficient, the paper's by default, for models of 0.5 to 2 B parameters.
 
     The model's forward pass must return a loss. In training mode the callback adds to it the term of
     ``recipe.TargetSparsity`` or ``coefficient`` times the warm-up's factor times ``recipe.l1_term``. A step's gradient
@@ -74,16 +82,20 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         moving_threshold: with ``nnz``: layers with "relu" or "fatrelu" get FATReLU, whose threshold
             ``recipe.TargetThreshold`` moves. It settles as training ends. Checkpoints name the threshold of their step.
             Files of an adapter have no place for it: save the model's configuration with them, or merge the adapter.
+        attention_mask: leave padding out of the L1 term and of the non-zeros of ``nnz``: tokens at which the batch's
+            ``attention_mask`` is 0, as ``recipe.l1_term`` does and at its cost. A batch without a mask has no padding.
+            False: padding counts; a warning says so if the first batch has some. Figures in logs count it, either way.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step on layers
             whose gate is trained, with noise by Trainer's ``seed``; 0: never. The paper has 0.1.
         every: as in ``recipe.SparsityTracker``.
 
     Runs with DDP, FSDP2, torch_compile, bf16 and fp16, and with non-reentrant gradient checkpointing. Raises ValueError
     as training begins if the model has no twell layers; with nn.DataParallel (use torchrun); with label smoothing; with
-    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with ``nnz`` under
-    load_best_model_at_end, which goes back to a step before the target; with ``moving_threshold`` under
-    ``save_strategy="best"``, whose files name no threshold; for a second SparsityCallback; and for a checkpoint without
-    a target or of another one: another ``nnz`` or number of steps. Padding counts as tokens.
+    ``reinitialize`` under DeepSpeed, whose own copies of the weights would undo it; with ``attention_mask`` for an
+    encoder-decoder, whose halves have different tokens; with ``nnz`` under load_best_model_at_end, which goes back to a
+    step before the target; with ``moving_threshold`` under ``save_strategy="best"``, whose files name no threshold; for
+    a second SparsityCallback; and for a checkpoint without a target or of another one: another ``nnz`` or number of
+    steps. In a step whose layers have other tokens than the mask ``attention_mask`` raises it, too.
     """
 
     def __init__(
@@ -93,6 +105,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         warmup_steps: int = 0,
         nnz: float | None = None,
         moving_threshold: bool = False,
+        attention_mask: bool = False,
         reinitialize: float = 0.0,
         every: int = 100,
     ) -> None:
@@ -109,10 +122,12 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "SparsityCallback: coefficient and warm-up must be left out with nnz, which finds a coefficient for "
                 f"each step, got {coefficient} and {warmup_steps}"
             )
+        require_flag("attention_mask", attention_mask)
         require_number("reinitialize", reinitialize, 0, 1)
         require_integer("every", every, 1 if reinitialize else 0)
         self.coefficient, self.nnz, self.moving_threshold = coefficient, nnz, moving_threshold
-        self.warmup_steps, self.reinitialize, self.every = warmup_steps, reinitialize, every
+        self.warmup_steps, self.attention_mask = warmup_steps, attention_mask
+        self.reinitialize, self.every = reinitialize, every
         self.tracker: SparsityTracker | None = None
         self.target: recipe.TargetSparsity | recipe.TargetThreshold | None = None
         self._model: nn.Module | None = None
@@ -127,6 +142,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._micro_batches = self._scale = 1
         # passes in training mode since Trainer was last heard of, and whether a term of this step has had a gradient
         self._passes, self._arrived = 0, False
+        # of this pass; whether a batch has been looked at
+        self._mask: Tensor | None = None
+        self._looked = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, hook the model."""
@@ -166,9 +184,14 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             raise ValueError("SparsityCallback: reinitialize must be 0 under DeepSpeed, which keeps copies of weights")
         if self.reinitialize and not trained_layers(model):
             logger.warning("SparsityCallback: no gate is trained, and reinitialize leaves frozen ones as they are")
+        if self.attention_mask and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+            raise ValueError(
+                "SparsityCallback: attention_mask must be off for an encoder-decoder, whose decoder has other tokens, "
+                f"got {type(model).__name__}: padding counts then"
+            )
         self.tracker = SparsityTracker(model, every=self.every)
         if self.nnz is None and self._adds_term:
-            recipe.record_aux(model)
+            recipe.record_aux(model, inputs=self.attention_mask)
         # Trainer has read it from the checkpoint to resume from, and replaces it in new checkpoints
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         # a list if there are two callbacks; the second one raises below
@@ -182,8 +205,11 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.target = self._target(model, self.nnz, state.max_steps)
             if state.global_step:
                 self._resume(saved.get("target"), state.global_step)
+            if advice := _too_slow(model, kwargs.get("optimizer"), state.max_steps):
+                logger.warning("SparsityCallback: nnz=%g can hardly be reached: %s", self.nnz, advice)
         self._model, self._state, self._epoch = model, state, None
         self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
+        self._looked = self.attention_mask or not self._adds_term
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after), with_kwargs=True),
@@ -254,7 +280,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def state(self) -> dict[str, Any]:
         """The entry in a checkpoint's trainer_state.json: arguments, and the target's state."""
-        names = ("coefficient", "warmup_steps", "nnz", "moving_threshold", "reinitialize", "every")
+        names = ("coefficient", "warmup_steps", "nnz", "moving_threshold", "attention_mask", "reinitialize", "every")
         return {
             "args": {name: getattr(self, name) for name in names},
             "attributes": {},
@@ -276,7 +302,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 'SparsityCallback: nnz needs layers without FATReLU where others have "relu2" or "drelu": it steers '
                 "gates above 0, of which a threshold silences some; sparsify the model with one activation"
             )
-        recipe.record_aux(model, inputs=of_gate)
+        recipe.record_aux(model, inputs=of_gate or self.attention_mask)
         return recipe.TargetSparsity(nnz, steps, of="gate" if of_gate else "hidden")
 
     def _resume(self, saved: Any, step: int) -> None:
@@ -309,7 +335,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             except RuntimeError as error:
                 # somebody has set them meanwhile
                 logger.warning("the thresholds of the layers stay as they are: %s", error)
-        self.tracker = self.target = self._model = self._state = None
+        self.tracker = self.target = self._model = self._state = self._mask = None
 
     def _coefficient(self, step: int) -> float:
         coefficient = _PAPERS if self.coefficient is None else self.coefficient
@@ -332,6 +358,15 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "mode, got none: its run was interrupted, and the L1 term has been in the loss of this one. The model "
                 "is as it was before now; train again"
             )
+        mask = kwargs.get("attention_mask")
+        self._mask = mask if self.attention_mask else None
+        if isinstance(mask, Tensor) and not self._looked:
+            self._looked = True
+            if mask.dim() == 2 and bool((mask == 0).any()):
+                logger.warning(
+                    "SparsityCallback: padding counts as tokens, so that the others have more non-zeros than the mean: "
+                    "attention_mask=True leaves it out, and costs another pass of the layers"
+                )
         self.tracker.begin(self._step)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -343,12 +378,13 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._watching = False
         if not self._adds_term:
             return output
+        options: dict[str, Any] = {"several": True, "attention_mask": self._mask}
         called = any(layer.aux is not None for layer in recipe.layers(model).values())
         if self.target is None:
-            term = recipe.l1_term(model)
+            term = recipe.l1_term(model, **options)
             weight = self._coefficient(self._step)
         else:
-            term, weight = self.target.term(model), 1.0
+            term, weight = self.target.term(model, **options), 1.0
         if term.requires_grad:
             term.register_hook(self._note)  # type: ignore[no-untyped-call]
         # a pass that skipped all layers has no gradient to arrive
@@ -391,6 +427,29 @@ def _with_loss(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return (change(loss), *output[1:])
     output["loss"] = change(loss)
     return output
+
+
+def _too_slow(model: nn.Module, optimizer: Any, steps: int) -> str:
+    """Why a target can hardly be reached with this optimizer in so many steps; "" if it may. Waits for the device."""
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__.lower()
+    if not any(name in kind for name in ("adam", "lion")):
+        # others change weights by as much as the gradient is large
+        return ""
+    # a schedule has set them to those of its first step
+    rate = max((group.get("initial_lr", group["lr"]) for group in optimizer.param_groups), default=0.0)
+    sizes = []
+    for layer in recipe.layers(model).values():
+        weight: Any = (layer.gate_proj if isinstance(layer, SparseGatedMLP) else layer.up_proj).weight
+        if weight.requires_grad and weight.numel():
+            square = weight.detach().float().square().mean()
+            whole = float(square.full_tensor() if hasattr(square, "full_tensor") else square)
+            sizes.append(math.sqrt(whole / layer.hidden))
+    if not sizes or rate * steps >= _LEAST_TRAVEL * (size := sum(sizes) / len(sizes)):
+        return ""
+    return (
+        f"{steps} steps with a learning rate of {rate:g} move the gates too little for their size; a learning rate of "
+        f"about {_GOOD_TRAVEL * size / steps:.1g}, or more steps, can reach it"
+    )
 
 
 def _length(dataloader: Any) -> int | None:

@@ -92,8 +92,8 @@ class Recorder:
                     return
                 raise RuntimeError(
                     f"a layer was called {_MOST_UNREAD} times in training mode without a read of its figures: call "
-                    "l1_term after each forward pass (a SparsityTracker: use watch; with inputs: use a target of the "
-                    "gate), or record_aux(model, False)"
+                    "l1_term after each forward pass (a SparsityTracker: use watch; with inputs: give the "
+                    "attention_mask, or use a target of the gate), or record_aux(model, False)"
                 )
         y = output[0] if isinstance(output, tuple) else output
         idle = y.numel() == 0
@@ -177,9 +177,9 @@ def release(layer: MLP) -> None:
 def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) -> None:
     """Make every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop.
 
-    With ``inputs`` it also keeps the inputs of these calls, for targets of the gate. Under both tensor parallelism and
-    ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks that change a layer's input
-    before this call.
+    With ``inputs`` it also keeps the inputs of these calls, for targets of the gate and for masks. Under
+    both tensor parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks
+    that change a layer's input before this call.
 
     Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
     least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded, except

@@ -6,21 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell.call import autograd
+from twell.base.activation import activation_of
+from twell.call import autograd, execution, functional
+from twell.call.execution import Aux
 from twell.nn import compaction
 from twell.recipe._aux import layers, require_gradients, whole, with_tokens
+from twell.runtime import modes
 
 
 class Input(NamedTuple):
-    """An input of a layer as the layer saw it, and its rows [M, K]."""
+    """An input of a layer as the layer saw it, and the rows [M, K] of it that count."""
 
     layer: Any
     x: Tensor
     rows: Tensor
 
 
-def read_inputs(model: nn.Module) -> list[Input]:
-    """The inputs that each layer of ``model`` has kept; clears the record.
+def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[Input]:
+    """The inputs that each layer of ``model`` has kept, without tokens where ``mask`` is 0; clears the record.
 
     A layer that was not called has one without tokens. So all ranks of a mesh gather the same weights, whatever they
     call.
@@ -35,12 +38,13 @@ def read_inputs(model: nn.Module) -> list[Input]:
             f"{next(iter(recorders)) or 'the layer'} kept no input since the last read, and no other layer did: the "
             "model was not called in training mode"
         )
+    counted = None if mask is None else _Counted(mask)
     for name, layer in layers(model).items():
         where, kept = name or "the layer", list(recorders[name].kept)
         recorders[name].kept.clear()
         if torch.is_grad_enabled() and not all(each.grad for each in kept):
             require_gradients(f"{where} kept an input without its gradient", layer)
-        found = [Input(layer, x, _rows(x)) for x, _ in kept]
+        found = [Input(layer, x, _rows(x) if counted is None else counted(where, x)) for x, _ in kept]
         if not found:
             weight = layer.down_proj.weight
             x = torch.zeros(0, layer.hidden, dtype=weight.dtype, device=weight.device)
@@ -52,6 +56,33 @@ def read_inputs(model: nn.Module) -> list[Input]:
 def _rows(x: Tensor) -> Tensor:
     x = whole(x)
     return x.reshape(-1, x.shape[-1])
+
+
+class _Counted:
+    """Takes the rows of inputs at which a mask is not 0."""
+
+    def __init__(self, mask: Tensor) -> None:
+        if modes.compiling():
+            raise NotImplementedError(
+                "attention_mask: expected a call outside of compiled graphs, whose sizes cannot follow a mask; compile "
+                "the model, not what reads its term"
+            )
+        self.shape, self.places = mask.shape, whole(mask).reshape(-1).nonzero().squeeze(1)
+
+    def __call__(self, where: str, x: Tensor) -> Tensor:
+        rows = _rows(x)
+        tokens = x.shape[:-1]
+        # experts may get all tokens in another order
+        flat = len(tokens) == 1 and "experts" not in where.split(".")
+        if tokens != self.shape and not (flat and len(rows) == self.shape.numel()):
+            raise ValueError(
+                f"attention_mask must be of the tokens of {where}, {list(tokens)}, got {list(self.shape)}: experts, "
+                "sequences without their padding and the two halves of an encoder-decoder have other tokens; leave it "
+                "out there, and all tokens count"
+            )
+        if self.places.device != rows.device:
+            self.places = self.places.to(rows.device)
+        return rows.index_select(0, self.places)
 
 
 def gates(given: Input, most: int) -> Tensor:
@@ -69,6 +100,33 @@ def gates(given: Input, most: int) -> Tensor:
         # an adapter, say
         gate = compaction.gate_by_call(layer, rows)
     return F.relu(gate).float()
+
+
+def fires(given: Input, gates: Tensor) -> Tensor:
+    """Where gates after ReLU, computed of an input, are above the layer's threshold."""
+    level: float | Tensor = activation_of("fatrelu", given.layer.threshold).level(given.rows.dtype)
+    return gates.detach() > level
+
+
+def figures(given: Input) -> Aux:
+    """``Aux`` of the rows that count, by another call of the layer on them."""
+    layer, x, rows = given
+    activation = activation_of(layer.activation, layer.threshold, layer._gated)
+    if not layer._is_plain():
+        gate, up = layer._pre_activations(compaction.as_parameters(layer, rows))
+        gate = activation.after(gate)
+        return execution.dense_aux(activation.hidden(gate, up), gate, activation)
+    names = ("gate_proj", "up_proj") if layer._gated else ("up_proj",)
+    operands = [weights(layer, getattr(layer, name), x, rows.dtype) for name in names]
+    options = {**activation.options(), "strategy": layer._site() or layer.strategy, "compression": layer.compression}
+    options |= {"main_grads": (*mains_of(layer)[:-1], None), "return_aux": True}
+    # y is not used, so that any weight of this shape will do for the down projection
+    down = operands[0][0].detach().t()
+    if not layer._gated:
+        ((up, b_up),) = operands
+        return functional.sparse_ffn(rows, up, down, b_up=b_up, **options)[1]  # type: ignore[no-any-return]
+    (gate, b_gate), (up, b_up) = operands
+    return functional.sparse_gated_ffn(rows, gate, up, down, b_gate=b_gate, b_up=b_up, **options)[1]  # type: ignore[no-any-return]
 
 
 def mains_of(layer: Any) -> list[Tensor | None]:

@@ -6,9 +6,10 @@ from torch import Tensor, nn
 from twell.call.execution import Aux
 from twell.nn.compaction import MLP
 from twell.recipe._aux import Call, layers, mean_over_layers, require_gradients, whole, with_tokens
+from twell.recipe._inputs import figures, read_inputs
 
 
-def l1_term(model: nn.Module) -> Tensor:
+def l1_term(model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
     """The L1 term of the training loss, a 0-d tensor: the mean over layers of the mean over tokens of ``|h|``.
 
     h is the hidden state, ``relu(gate) * up`` or ``relu(up)``, and ``|h|`` its sum over neurons: arXiv 2603.23198 adds
@@ -20,19 +21,46 @@ def l1_term(model: nn.Module) -> Tensor:
         loss = cross_entropy + coefficient * recipe.l1_term(model)
 
     With gradient accumulation each micro-batch has its own term, scaled like its cross-entropy; ranks that average
-    gradients average the term. Of several calls since the last read, as of layers that share weights or passes for one
-    loss, it is the mean. A layer that was skipped, as by LayerDrop, or had no tokens, as an expert to which the router
-    sent none, has an L1 of 0, so that other layers have the same gradient with and without it. Padding counts as
-    tokens.
+    gradients average the term. A layer that was skipped, as by LayerDrop, or had no tokens, as an expert to which the
+    router sent none, has an L1 of 0, so that other layers have the same gradient with and without it.
 
-    Reading clears the record. Raises RuntimeError if no layer recorded anything, if one is in eval mode, or if its L1
-    requires no gradient although its weights do.
+    Args:
+        several: take the mean over all calls of all layers since the last read, for layers that share weights or
+            several forward passes for one loss. Otherwise more than one call is an error. Calls without tokens do not
+            count; a layer that had no others has an L1 of 0.
+        attention_mask: of the tokens [...] as the layers get them in x [..., K], or flattened; 0 or False: padding.
+            Only other tokens count then. It needs ``record_aux(model, inputs=True)`` and runs each layer on them once
+            more, forward and backward without the down projection's part of it, outside of compiled graphs; it waits
+            for a mask on a GPU.
+            None: all tokens count, padding too.
+
+    Reading clears the record. Raises RuntimeError if no layer recorded anything, if one is in eval mode or recorded
+    more than one call, whose record then stays, or if its L1 requires no gradient although its weights do; ValueError
+    for a mask of other tokens than a layer's, as where experts get some of them or the model takes padding out itself.
     """
-    return mean_over_layers(model, [whole(call.aux.l1) for _, call in read_aux(model, "l1_term")])
+    require_mask(attention_mask)
+    calls = read_aux(model, several, "l1_term", attention_mask)
+    return mean_over_layers(model, [whole(call.aux.l1) for _, call in calls])
 
 
-def read_aux(model: nn.Module, caller: str) -> list[tuple[MLP, Call]]:
+def require_mask(mask: object) -> None:
+    """TypeError unless this may be an ``attention_mask``."""
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask must be a tensor [...], 0 where tokens are padding, got {type(mask).__name__}")
+    # one that is added to scores is 0 where tokens are none
+    if mask is not None and (mask.is_floating_point() or mask.is_complex()):
+        raise TypeError(f"attention_mask must be of integers or bools, 0 where tokens are padding, got {mask.dtype}")
+
+
+def read_aux(model: nn.Module, several: bool, caller: str, mask: Tensor | None = None) -> list[tuple[MLP, Call]]:
     """The unread figures of each layer, as ``l1_term`` uses them; reading clears the record. Errors name ``caller``."""
+    calls = _read_calls(model, several, caller)
+    if mask is None:
+        return calls
+    return [(each.layer, Call(figures(each), not len(each.rows))) for each in read_inputs(model, mask)]
+
+
+def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, Call]]:
     found, recorded, recorders = layers(model), {}, []
     for name, layer in found.items():
         recorder = getattr(layer, "_recorder", None)
@@ -40,6 +68,12 @@ def read_aux(model: nn.Module, caller: str) -> list[tuple[MLP, Call]]:
             raise RuntimeError(f"{caller}: {name or 'the layer'} records nothing: call record_aux(model) first")
         recorded[name] = with_tokens(recorder.calls, [call.idle for call in recorder.calls])
         recorders.append(recorder)
+    for name, calls in recorded.items():
+        if len(calls) > 1 and not several:
+            raise RuntimeError(
+                f"{caller}: {name or 'the layer'} was called {len(calls)} times since the last read; several=True "
+                "takes the mean over all calls, clear_aux(model) forgets calls without a loss"
+            )
     for layer, recorder in zip(found.values(), recorders):
         recorder.calls.clear()
         layer.aux = None

@@ -12,7 +12,7 @@ from twell.base.arguments import require_choice, require_integer, require_positi
 from twell.nn.compaction import MLP
 from twell.recipe import _inputs
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
-from twell.recipe._l1 import read_aux
+from twell.recipe._l1 import read_aux, require_mask
 from twell.runtime import modes
 from twell.runtime.log import logger
 
@@ -74,10 +74,11 @@ class TargetSparsity:
     warns once.
 
     Everything is computed on the device of the model: no step waits. All ranks, if torch.distributed is initialised,
-    must call ``term`` and ``update`` equally often, whichever layers a rank skips and whichever experts it has tokens
-    for; they share figures and coefficients. Calls whose figures are not finite, or whose L1 is 0 as without tokens or
-    in a model that fires no more, are ignored: a step of nothing else leaves the coefficient and the figures as they
-    are. Padding counts as tokens.
+    must call ``term`` and ``update``
+    equally often, whichever layers a rank skips and whichever experts it has tokens for; they share figures and
+    coefficients. Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no
+    more, are ignored: a step of nothing else leaves the coefficient and the figures as they are. Padding counts as
+    tokens unless ``term`` gets the ``attention_mask``.
 
     Args:
         nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
@@ -99,25 +100,36 @@ class TargetSparsity:
         self._sum: Tensor | None = None
         self._warned = False
 
-    def term(self, model: nn.Module) -> Tensor:
-        """The coefficient times L1, with the errors of ``l1_term``; reading clears the record."""
+    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
+        """The coefficient times L1, with the arguments and errors of ``l1_term``; reading clears the record.
+
+        Of tokens that ``attention_mask`` leaves out neither L1 nor non-zeros count.
+        """
         if self._state is None:
             _require_below_neurons(self.nnz, model)
             if self.of == "hidden":
                 _require_own_l1(model)
-        return self.weighed(model, "TargetSparsity.term")
+        return self.weighed(model, several, attention_mask, "TargetSparsity.term")
 
-    def weighed(self, model: nn.Module, caller: str) -> Tensor:
+    def weighed(self, model: nn.Module, several: bool, mask: Tensor | None, caller: str) -> Tensor:
         """``term`` for any target; errors name ``caller``."""
-        calls = [call for _, call in read_aux(model, caller)]
+        require_mask(mask)
+        of_gate = self.of == "gate"
+        calls = [call for _, call in read_aux(model, several, caller, None if of_gate else mask)]
         # experts without tokens fire nothing, and say nothing of the others
         fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
-        if self.of == "hidden":
+        if not of_gate:
             counts = fired
             l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
-            gates = [_inputs.gates(each, _GATES) for each in _inputs.read_inputs(model)]
-            counts = [_l1((each.detach() > 0).float()) for each in with_tokens(gates, [not len(g) for g in gates])]
+            inputs = _inputs.read_inputs(model, mask)
+            gates = [_inputs.gates(each, _GATES) for each in inputs]
+            idle = [each.numel() == 0 for each in gates]
+            counted = with_tokens(gates, idle)
+            if mask is not None:
+                # the layers' own counts have padding in them
+                fired = [_l1(_inputs.fires(*each).float()) for each in zip(with_tokens(inputs, idle), counted)]
+            counts = [_l1((each.detach() > 0).float()) for each in counted]
             l1 = mean_over_layers(model, list(map(_l1, gates)))
         with torch.no_grad():
             state = self._on(l1)
@@ -197,7 +209,7 @@ class TargetSparsity:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state``; terms since the last update are forgotten. ValueError if it is of another target."""
         _require_state(state, self.state_dict())
-        self.step, self._state, self._sum = int(state["step"]), _tensor("state", state["state"], _HELD + 1), None
+        self.step, self._state, self._sum = int(state["step"]), _tensor(state["state"]), None
 
     def _rate(self) -> float:
         """How far the logarithm of the coefficient moves per step and unit of error; after the way it falls to 0."""
@@ -251,9 +263,7 @@ def _require_state(state: Any, own: dict[str, Any]) -> None:
         raise ValueError(f"state must have {', '.join(own)}, got {', '.join(state)}")
 
 
-def _tensor(name: str, numbers: list[float] | None, count: int) -> Tensor | None:
-    if numbers is not None and len(numbers) != count:
-        raise ValueError(f"{name} of a state must be {count} numbers, got {len(numbers)}")
+def _tensor(numbers: list[float] | None) -> Tensor | None:
     return None if numbers is None else torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
@@ -314,14 +324,14 @@ class TargetThreshold:
             layer.threshold, layer.activation = 0, "fatrelu"
             layer.threshold = self._levels[layer.down_proj.weight.device]
 
-    def term(self, model: nn.Module) -> Tensor:
+    def term(self, model: nn.Module, *, several: bool = False, attention_mask: Tensor | None = None) -> Tensor:
         """The coefficient times L1 of the gate, as ``TargetSparsity.term``; reading clears the record.
 
         RuntimeError if the layers of ``model`` are others than those that it gave its threshold, or have lost it.
         """
         self._require_own("term", layers(model).values())
         # twice the target may be more than all neurons
-        return self.gates.weighed(model, "TargetThreshold.term")
+        return self.gates.weighed(model, several, attention_mask, "TargetThreshold.term")
 
     @torch.no_grad()
     def update(self) -> None:
@@ -381,7 +391,7 @@ class TargetThreshold:
         _require_state(state, self.state_dict())
         own = self.gates.state_dict()
         self.gates.load_state_dict({name: state[name] for name in own} | {"of": own["of"], "nnz": own["nnz"]})
-        self._state = _tensor("threshold", state["threshold"], 3)
+        self._state = _tensor(state["threshold"])
         self._write()
 
     def _require_own(self, caller: str, found: Iterable[MLP]) -> None:
