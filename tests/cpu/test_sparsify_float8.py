@@ -18,6 +18,7 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 import twell
 from tests.cpu import float8_models, saved_models, test_experts_transformers
 from twell.commands import analyze
+from twell.commands.served import require_e4m3
 from twell.integrations import experts as stacked
 from twell.integrations import transformers as twell_hf
 from twell.nn.layers import Float8MLP
@@ -170,6 +171,37 @@ def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(
         if meant:
             found = float8.float8(files[f"{name}.weight"], files[f"{name}.weight_scale"], "row")
             assert torch.equal(found.dequantize(torch.float32), module.record().dequantize(torch.float32))
+
+
+GROUP = float8_models.compressed("channel", {"strategy": "token", "dynamic": True})["config_groups"]["group_0"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "why"),
+    [
+        ({}, {}, ""),
+        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, ""),
+        ({"strategy": "block"}, {"strategy": "group"}, ""),
+        ({"num_bits": 4, "type": "int", "strategy": "group"}, {}, "weights of 4-bit int by group and"),
+        ({"type": "int"}, {}, "weights of 8-bit int by channel"),
+        ({"symmetric": False}, {}, "weights of 8-bit float with offsets by channel"),
+        ({"strategy": "group"}, {}, "weights of 8-bit float by group"),
+        ({"dynamic": True}, {}, "weights of 8-bit float by channel"),
+        ({}, None, "static inputs of 16-bit float by None"),
+        ({}, {"type": "int"}, "dynamic inputs of 8-bit int by token"),
+        ({}, {"dynamic": "local"}, "inputs of 8-bit float by token"),
+        ({}, {"dynamic": False}, "static inputs of 8-bit float by token"),
+        ({"strategy": "block"}, {"strategy": "tensor", "dynamic": False}, "static inputs of 8-bit float by tensor"),
+    ],
+)
+def test_groups_of_compressed_tensors(weights: Any, inputs: Any, why: str) -> None:
+    given = None if inputs is None else GROUP["input_activations"] | inputs
+    group = {"weights": GROUP["weights"] | weights, "input_activations": given}
+    if not why:
+        require_e4m3("up", group)
+        return
+    with pytest.raises(NotImplementedError, match=f"^up must be in bfloat16, or .* got .*{why}.*: take a checkpoint"):
+        require_e4m3("up", group)
 
 
 def test_analyze(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
