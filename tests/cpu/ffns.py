@@ -147,6 +147,12 @@ class Fused(nn.Module):
         return self.down_proj(up * self.act(gate))
 
 
+class UpFirst(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(up * self.act(gate))
+
+
 class Wi(nn.Module):
     def __init__(self, act: Any = None) -> None:
         super().__init__()
@@ -304,6 +310,7 @@ FORMS = {
     "fatrelu in code": Form(CodedThreshold, "1", "fatrelu", 0.25),
     "w1 w3 w2": Form(Meta),
     "fused": Form(Fused),
+    "fused, up first": Form(UpFirst),
     "wi wo": Form(Wi),
     "own linear": Form(lambda: OfOwnLinears(Squared()), activation="relu2"),
     "casting": Form(lambda: OfOwnLinears(Squared(), CastLinear), activation="relu2"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import Arrived, install
-from ffns import BF16, Fused, Gated, K, Meta, N, Plain, take
+from ffns import BF16, Gated, K, Meta, N, Plain, UpFirst, take
 from layer_checks import CHILDREN, MODULES, Module, by_children, close
 from torch import Tensor, nn
 
@@ -42,7 +42,7 @@ class Holder(nn.Module):
 def fused(*_: Any, **options: Any) -> nn.Module:
     dtype = options.pop("dtype")
     linears = nn.Linear(K, 2 * N, dtype=dtype), nn.Linear(N, K, dtype=dtype)
-    return FusedGatedMLP(("gate_up_proj", "down_proj"), linears, **options)
+    return FusedGatedMLP(("gate_up_proj", "down_proj"), linears, True, **options)
 
 
 def named(*_: Any, **options: Any) -> nn.Module:
@@ -125,6 +125,12 @@ def half_adapters(model: Any) -> None:
             parameter.data = parameter.data.to(BF16)
 
 
+def undropped(model: Any) -> None:
+    """Of the hidden state nothing may be dropped."""
+    *_, down = layer_of(model)._modules.values()
+    down.lora_dropout.default = nn.Identity()
+
+
 def dora(target: str) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         config = peft.LoraConfig(target_modules=[target], r=4, use_dora=True, init_lora_weights=False)
@@ -137,13 +143,6 @@ def dora(target: str) -> Callable[[Any], None]:
 def hooked(place: str) -> Callable[[Any], None]:
     def change(model: Any) -> None:
         layer_of(model).get_submodule(place).register_forward_hook(lambda module, args, y: 2 * y)
-
-    return change
-
-
-def dropping(name: str) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        layer_of(model).get_submodule(name).lora_dropout.default = nn.Dropout(0.3)
 
     return change
 
@@ -170,6 +169,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ranks": {"rank_pattern": {"up_proj": 7}, "alpha_pattern": {"gate_proj": 1}, "columns": 16},
     "biases of bases": {"bias": "lora_only"},
     "biases of adapters": {"lora_bias": True},
+    "dropout": {"target_modules": GATE_AND_UP, "lora_dropout": 0.3},
     "two": {"then": second_adapter, "columns": 16},
     "disabled": {"then": lambda model: model.base_model.disable_adapter_layers(), "columns": 0},
     "merged": {"then": lambda model: model.merge_adapter(), "columns": 0},
@@ -178,9 +178,11 @@ CASES: dict[str, dict[str, Any]] = {
     "no gate": PLAIN,
     "fused": {"make": fused},
     "named": {"make": named},
+    "no gate, dropout": PLAIN | {"lora_dropout": 0.3, "then": undropped},
+    "fused, dropout": {"make": fused, "lora_dropout": 0.3, "then": undropped},
+    "named, dropout": {"make": named, "lora_dropout": 0.3, "then": undropped},
     "DoRA of the gate": GIVEN | {"then": dora("gate_proj"), "columns": 0},
     "a hook of the gate": GIVEN | {"then": hooked_gate},
-    "dropout of the gate": {"then": dropping("gate_proj"), "ran": "sparse_up_down"},
     "another gate": GIVEN | {"then": other_gate},
     # it is the gate of a layer without one
     "a hook of the up projection": {"make": SparseMLP, "then": hooked("up_proj"), "ran": "sparse_up_down"},
@@ -253,6 +255,10 @@ def test_a_gate_of_another_kind_is_as_in_dense_pytorch(runs: list[tuple[str, int
     assert not runs
 
 
+def dropping_down(model: Any) -> None:
+    layer_of(model).down_proj.lora_dropout.default = nn.Dropout(0.3)
+
+
 def merged_and_disabled(model: Any) -> None:
     model.merge_adapter()
     model.base_model.disable_adapter_layers()
@@ -270,8 +276,7 @@ DENSE: dict[str, Callable[[Any], None]] = {
     "up_proj has an adapter that is a variant of LoRA (DoraLinearVariant)": dora("up_proj"),
     "up_proj has hooks or a replaced forward": hooked("up_proj"),
     "up_proj has an adapter with hooks, or of other modules than peft makes": hooked("up_proj.lora_B.default"),
-    "down_proj has an adapter with dropout (lora_dropout)": dropping("down_proj"),
-    "up_proj has an adapter with dropout (lora_dropout)": dropping("up_proj"),
+    "down_proj has an adapter with dropout of the hidden state (lora_dropout)": dropping_down,
     "up_proj has merged adapters that are disabled": merged_and_disabled,
     "up_proj adapts a layer that has hooks or a replaced forward": hooked("up_proj.base_layer"),
     "up_proj is of a version of peft that is not known, or stores its weight transposed": transposed,
@@ -431,7 +436,7 @@ def test_what_has_no_dense_answer_raises(cls: Module) -> None:
         (Gated, ["gate_proj", "up_proj", "down_proj"]),
         (Gated, ["down_proj"]),
         (Meta, ["w1", "w2"]),
-        (Fused, ["gate_up_proj"]),
+        (UpFirst, ["gate_up_proj"]),
         (Plain, ["up_proj", "down_proj"]),
     ],
 )
@@ -514,7 +519,7 @@ def test_functional_calls_have_the_gradients_of_their_parameters() -> None:
         assert error(ours, theirs) <= 1e-13
 
 
-SEVERAL = pytest.mark.parametrize("case", ["all", "two", "fused", "no gate", "a hook of the gate"])
+SEVERAL = pytest.mark.parametrize("case", ["all", "two", "dropout", "fused", "no gate", "a hook of the gate"])
 
 
 @SEVERAL

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ffns import Fused, Meta
+from ffns import Fused, Meta, UpFirst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -353,7 +353,7 @@ def of(kind: type[nn.Module]) -> Callable[[], nn.Module]:
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("make", [Residual, of(Pair), of(Meta), of(Fused)])
+@pytest.mark.parametrize("make", [Residual, of(Pair), of(Meta), of(Fused), of(UpFirst)])
 def test_models_are_compacted_as_they_were_counted(make: Callable[[], nn.Module], inplace: bool) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randint(-1, 2, (3, K)).float()

@@ -18,7 +18,7 @@ from twell.integrations.sparsify import layers, sparsify_
 from twell.nn.distributed import SparseMLPParallel
 
 
-@pytest.mark.parametrize("form", ["fused", "w1 w3 w2"])
+@pytest.mark.parametrize("form", ["fused, up first", "w1 w3 w2"])
 def test_figures_of_the_gate_call_adapted_projections(form: str) -> None:
     m = take(model(form), strategy="union").train()
     ((name, layer),) = layers(m).items()

@@ -57,11 +57,12 @@ def way_of(layer: Any) -> Way | str:
     for name, reading in zip(layer._projections[-len(rest) :], rest):
         if isinstance(reading, str):
             return f"{name} {reading}"
-        if reading.drops:
-            return f"{name} has an adapter with dropout (lora_dropout)"
     *ups, down = rest
     up = ups[0] if ups else None
-    gate = None if isinstance(first, str) or first.drops else first
+    if any(each.drops for each in down.adapters):
+        name = layer._projections[-1]
+        return f"{name} has an adapter with dropout of the hidden state (lora_dropout): kernels keep no zeros"
+    gate = None if isinstance(first, str) else first
     # the halves of one projection have the same adapters
     shared = up is not None and up.part is not None
     before = [each for each in (None if shared else gate, up) if each is not None]
@@ -176,6 +177,7 @@ def _sources(way: Way, x: Tensor, dtype: torch.dtype) -> tuple[list[Matrix], lis
     gate, up, down, before, added = way
     k, ranks = x.shape[1], [each.rank for each in before]
     sources: list[Tensor] = []
+    lowering: list[Part] = []
 
     def zeros(count: int) -> list[Part]:
         return [Part(count)] if count else []
@@ -192,6 +194,11 @@ def _sources(way: Way, x: Tensor, dtype: torch.dtype) -> tuple[list[Matrix], lis
     # by rows of neurons, as kernels read it
     matrices.append(Matrix(parts, dtype, 0, turned=bool(added)))
     wide = x.to(dtype) if before else None
-    lowering = [each for one in before for each in one.lowering(sources)]
+    if wide is not None and any(adapter.drops for each in before for adapter in each.adapters):
+        # dropout takes what it drops in peft's own modules
+        low = [columns for each in before for columns in each.lowered(x, dtype)]
+        wide = torch.cat([wide, *low, wide.new_zeros((len(x), added - sum(ranks)))], 1)
+    else:
+        lowering = [each for one in before for each in one.lowering(sources)]
     matrices += [Matrix(lowering, dtype, 0), Matrix(down.raising(sources), dtype)]
     return matrices, sources, wide

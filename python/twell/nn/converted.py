@@ -504,10 +504,14 @@ def made_by(module: nn.Module, steps: tuple[str, ...], gate: Tensor) -> Any:
 
 
 class FusedGatedMLP(_Renamed, SparseGatedMLP):
-    """A ``SparseGatedMLP`` whose gate and up projections are one child [2 N, K], gate first, as of Phi-3.
+    """A ``SparseGatedMLP`` whose gate and up projections are one child [2 N, K], as ``gate_up_proj`` of Phi-3.
 
     The kernels read its two halves in place. ``gate_proj`` and ``up_proj`` are new layers around these views.
     """
+
+    def __init__(self, names: tuple[str, ...], linears: Iterable[nn.Linear], up_first: bool, **options: Any) -> None:
+        super().__init__(names, linears, **options)
+        self._up_first = up_first
 
     @property
     def gate_proj(self) -> nn.Linear:  # type: ignore[override]
@@ -524,7 +528,10 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
     def _halves(self) -> list[tuple[Tensor, Tensor | None]]:
         weight, bias = self._applied(self._names[0])
         biases = (None, None) if bias is None else bias.chunk(2)
-        return list(zip(weight.chunk(2), biases))
+        return self._ordered(zip(weight.chunk(2), biases))
+
+    def _ordered(self, halves: Iterable[Any]) -> list[Any]:
+        return list(halves)[:: -1 if self._up_first else 1]
 
     def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
         return *self._halves(), self._applied(self._names[1])
@@ -533,10 +540,10 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
         fused, down = super()._readings()
         if isinstance(fused, str):
             return [fused, fused, down]
-        return [*(fused._replace(part=part) for part in (0, 1)), down]
+        return [*self._ordered(fused._replace(part=part) for part in (0, 1)), down]
 
     def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
-        gate, up = self._project(self._names[0], x).chunk(2, dim=-1)
+        gate, up = self._ordered(self._project(self._names[0], x).chunk(2, dim=-1))
         return gate, up
 
     def _gate(self, x: Tensor) -> Any:
@@ -548,11 +555,13 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
         if mains is None:
             return None
         fused, down = mains
-        return [*((None, None) if fused is None else fused.chunk(2)), down]
+        return [*((None, None) if fused is None else self._ordered(fused.chunk(2))), down]
 
     def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
         fused, _ = self._applied(self._names[0])
         return fused, fused, weights[-1]
+
+    _up_first: bool
 
 
 def _keep_attributes(made: nn.Module, of: nn.Module) -> None:

@@ -328,7 +328,7 @@ class SparseFFN(Configured):
         if not self.accumulate_main_grad or self._is_plain():
             return ""
         read = dict(zip(self._projections, self._readings()))
-        odd = [name for name, found in read.items() if isinstance(found, str) or found.adapters]
+        odd = [name for name, found in read.items() if isinstance(found, str) or found.layer]
         return f"accumulate_main_grad: expected plain nn.Linear projections, got others or hooks ({', '.join(odd)})"
 
     def _adapted(self, x: Tensor, with_aux: bool) -> Any:

@@ -25,27 +25,28 @@ class LowRank(NamedTuple):
     dropout: nn.Module
     scaling: Any
 
+    @property
+    def drops(self) -> bool:
+        """Whether the dropout changes its input now."""
+        return isinstance(self.dropout, nn.Dropout) and self.dropout.training and self.dropout.p > 0
+
 
 class Projection(NamedTuple):
     """``x @ weight^T + bias`` and what ``adapters`` add.
 
     linear: holds the weight and the bias. part: 0 or 1 for the first or the second half of the outputs, None for all.
+    layer: that of peft, which holds the adapters.
     """
 
     linear: Any
     adapters: tuple[LowRank, ...] = ()
+    layer: Any = None
     part: int | None = None
 
     @property
     def rank(self) -> int:
         """The sum of the adapters' ranks."""
         return sum(each.a.weight.shape[0] for each in self.adapters)
-
-    @property
-    def drops(self) -> bool:
-        """Whether the dropout of an adapter changes its input now."""
-        of = [each.dropout for each in self.adapters]
-        return any(isinstance(each, nn.Dropout) and each.training and each.p > 0 for each in of)
 
     def weight(self, sources: list[Tensor], k: int) -> Part:
         """The weight of its part; ``k`` is the hidden size."""
@@ -59,6 +60,14 @@ class Projection(NamedTuple):
                 added = each.b.bias * each.scaling
                 bias = added if bias is None else bias + added
         return None if bias is None else self._half(bias.to(dtype))
+
+    def lowered(self, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """``a(dropout(x))`` of each adapter, as peft computes it, in ``dtype``."""
+        found = []
+        for each in self.adapters:
+            x = self.layer._cast_input_dtype(x, each.a.weight.dtype)
+            found.append(each.a(each.dropout(x)).to(dtype))
+        return found
 
     def lowering(self, sources: list[Tensor]) -> list[Part]:
         """a of each adapter, [r, in]."""
@@ -113,7 +122,7 @@ def read(child: Any) -> Projection | str:
         if not _is_low_rank(each):
             return "has an adapter with hooks, or of other modules than peft makes"
         adapters.append(each)
-    return base._replace(adapters=tuple(adapters))
+    return base._replace(adapters=tuple(adapters), layer=child)
 
 
 def _is_low_rank(adapter: LowRank) -> bool:

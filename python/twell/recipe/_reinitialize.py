@@ -68,11 +68,12 @@ def reinitialize_dead(
     if unknown := dead.keys() - found.keys():
         raise ValueError(f"dead must name layers of the module ({', '.join(found)}), got {', '.join(sorted(unknown))}")
     # rows by the weight that layers may have in common: the first layer's place, the weight, the mask
-    drawn: dict[int, tuple[int, Tensor, Tensor]] = {}
-    kept: dict[int, Any] = {}
+    drawn: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = {}
+    kept: dict[tuple[int, int], Any] = {}
     for place, (name, layer) in enumerate(found.items()):
-        weight = getattr(_gate_rows(layer), "weight", None)
-        key = id(weight)
+        projection, first = _gate_rows(layer)
+        weight = getattr(projection, "weight", None)
+        key = id(weight), first
         if name not in dead:
             kept[key] = weight
             continue
@@ -95,7 +96,7 @@ def reinitialize_dead(
         # neighbouring steps and layers must not share seeds
         number = random.Random(f"{seed} {step} {place}").getrandbits(62)
         source = torch.Generator(weight.device).manual_seed(number)
-        _reinitialize(weight, mask, fraction, std, source)
+        _reinitialize(weight, key[1], mask, fraction, std, source)
 
 
 def trained_layers(module: nn.Module) -> set[str]:
@@ -106,14 +107,16 @@ def trained_layers(module: nn.Module) -> set[str]:
     return {name for name, layer in layers(module).items() if not _obstacle(layer)}
 
 
-def _gate_rows(layer: Any) -> Any:
-    """The projection whose weight has the gate's rows; one of gate and up begins with them."""
-    return layer._modules[layer._names[0]] if isinstance(layer, FusedGatedMLP) else compaction.gate_of(layer)
+def _gate_rows(layer: Any) -> tuple[nn.Module, int]:
+    """The projection whose weight has the gate's rows, and the first of them: one of gate and up has both."""
+    if isinstance(layer, FusedGatedMLP):
+        return layer._modules[layer._names[0]], layer.intermediate if layer._up_first else 0  # type: ignore[return-value]
+    return compaction.gate_of(layer), 0
 
 
 def _obstacle(layer: Any) -> str:
     """What the gate of a layer must be that it is not: its weight is computed from others, or frozen; "" if nothing."""
-    projection = _gate_rows(layer)
+    projection, _ = _gate_rows(layer)
     computed = [each for each in ("weight_orig", "weight_g") if each in projection._parameters]
     if computed or parametrize.is_parametrized(projection, "weight"):
         source = " and ".join(computed) or "parametrizations"
@@ -122,12 +125,14 @@ def _obstacle(layer: Any) -> str:
     return "" if trained else "be trained, got no weight that requires grad"
 
 
-def _reinitialize(weight: Any, mask: Tensor, fraction: float, std: float, generator: torch.Generator) -> None:
+def _reinitialize(
+    weight: Any, first: int, mask: Tensor, fraction: float, std: float, generator: torch.Generator
+) -> None:
     wide = torch.promote_types(weight.dtype, torch.float32)
     neurons, columns = len(mask), weight.shape[1]
     noise = torch.randn((neurons, columns), generator=generator, device=weight.device, dtype=wide)
     # the up projection's rows stay
-    around = (0, 0, 0, weight.shape[0] - neurons)
+    around = (0, 0, first, weight.shape[0] - neurons - first)
     noise, rows = F.pad(noise, around), F.pad(mask[:, None].expand(neurons, columns), around)
     if hasattr(weight, "placements"):
         noise, rows, weight = _part(noise, weight), _part(rows, weight), weight.to_local()

@@ -124,7 +124,7 @@ def _candidate(candidate: sparsify.Candidate, number: int) -> WatchedLayer:
 
     def gates(_: Tensor, y: Tensor) -> Tensor:
         if form.fused:
-            y = y.chunk(2, -1)[0]
+            y = y.chunk(2, -1)[form.fused == "up first"]
         made: Tensor = made_by(module, candidate.steps, y) if candidate.steps else y
         return made
 

@@ -174,7 +174,7 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
             )
         plain: Any = {child: made.get_submodule(child) for child in own}
         return candidate._replace(module=module, plain=plain), of
-    form = Form(known.names, _is_fused([below(module, each) for each in known.names]))
+    form = Form(known.names, "gate first" if _is_fused([below(module, each) for each in known.names]) else "")
     _require_plain(where, module, form, context.strategy)
     if known.hidden:
         of = Activation("relu2")
@@ -230,7 +230,8 @@ def _prove(
     if not beyond:
         attributes = _callables(module, form)
         layer = first._replace(attribute=attributes[0] if len(attributes) == 1 else None)
-        found = _run([layer], copies, context)
+        forms = (form, form._replace(fused="up first")) if form.fused else (form,)
+        found = _run([layer._replace(form=each) for each in forms], copies, context)
         if not isinstance(found, str):
             for child, role in _misnamed(found[0].form).items():
                 raise ValueError(
@@ -325,7 +326,7 @@ def is_share(key: str, value: object) -> bool:
 
 def _formula(form: Form) -> str:
     if form.fused:
-        return f"{form.down}(act(gate) * up), of gate and up, the halves of {form.children[0]}(x),"
+        return f"{form.down}(act(gate) * up), of the halves of {form.children[0]}(x),"
     return f"{form.down}(act({form.inputs[0]}(x)){f' * {form.inputs[1]}(x)' if form.gated else ''})"
 
 

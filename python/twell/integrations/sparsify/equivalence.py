@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,15 +49,15 @@ _MACHINERY = frozenset(vars(nn.Module()))
 class Form(NamedTuple):
     """The projections of a layer, by their names in a module, in the order of the formula: gate, up, down.
 
-    Without a gate there are two. fused: the first holds gate and up, in this order.
+    Without a gate there are two. fused: the first holds gate and up, in this order ("gate first") or the other one.
     """
 
     children: tuple[str, ...]
-    fused: bool = False
+    fused: Literal["", "gate first", "up first"] = ""
 
     @property
     def gated(self) -> bool:
-        return self.fused or len(self.children) == 3
+        return bool(self.fused) or len(self.children) == 3
 
     @property
     def inputs(self) -> tuple[str, ...]:

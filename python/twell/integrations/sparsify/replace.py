@@ -329,7 +329,7 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     linears: Any = [candidate.plain.get(name) or module.get_submodule(name) for name in names]
     gated, k, n = candidate.shape
     if fused:
-        made = FusedGatedMLP(names, linears, **options)
+        made = FusedGatedMLP(names, linears, fused == "up first", **options)
     elif candidate.steps:
         made = GivenGatedMLP(type(module), candidate.steps, k, n, device="meta", **options)
     elif names in (GATED, PLAIN):
