@@ -50,7 +50,7 @@ VLLM ?= 0.32.0
 # The environment of `make test-neighbours`. All of these install on a CPU machine, beside the torch of CONSTRAINTS;
 # DeepSpeed has no wheel, and its build imports torch.
 NEIGHBOURS := build/neighbours-env
-neighbours := accelerate compressed-tensors datasets flash-linear-attention peft sae-lens triton trl
+neighbours := accelerate bitsandbytes compressed-tensors datasets flash-linear-attention peft sae-lens torchao triton trl
 neighbours_pip = "$(NEIGHBOURS)/bin/python" -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 # What hangs on torch: operators, autograd, torch.compile, torch.export, modules.
 core := ops functional nn training hybrid reference reglu auto auto_graphs compaction recipe recipe_tracker \
@@ -112,7 +112,7 @@ $(SERVING)/.ready-$(VLLM): pyproject.toml
 		--config-settings=wheel.cmake=false --config-settings=build-dir=build/serving .
 	touch "$@"
 
-test-neighbours: $(NEIGHBOURS)/.ready ## tests with accelerate, peft, DeepSpeed, SAELens, TRL, flash-linear-attention and compressed-tensors
+test-neighbours: $(NEIGHBOURS)/.ready ## tests with accelerate, peft, bitsandbytes, torchao, DeepSpeed, SAELens, TRL, flash-linear-attention and compressed-tensors
 	"$(NEIGHBOURS)/bin/python" -m pytest tests/neighbours $(ARGS)
 
 # What twell asks for is installed by installing it; then that copy is removed, as for $(stamp).

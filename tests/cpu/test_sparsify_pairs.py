@@ -236,11 +236,11 @@ def test_what_needs_the_whole_hidden_state_is_refused_while_it_is_dropped() -> N
         with pytest.raises(NotImplementedError, match=r"set (it|dropouts of the hidden state) to 0"):
             m(tokens())
         layer.accumulate_main_grad = False
-    quantised = twell.quantize_(copy.deepcopy(m).bfloat16().eval())
-    with torch.no_grad():
-        quantised(tokens(BF16))
-        with pytest.raises(NotImplementedError, match=r"for inference.*call eval"):
-            quantised.train()(tokens(BF16))
+        quantised = twell.quantize_(copy.deepcopy(m).bfloat16().eval())
+        with torch.no_grad():
+            quantised(tokens(BF16))
+            with pytest.raises(NotImplementedError, match=r"for inference.*call eval"):
+                quantised.train()(tokens(BF16))
     layer.record_aux = True
     m(tokens())
     assert layer.aux.l0 > N / 4

@@ -134,7 +134,7 @@ def _plain(arguments: argparse.Namespace, folder: Path) -> Analysis:
         lines.append(f"{loaded.left[0].upper()}{loaded.left[1:]}")
     if loaded.stored:
         lines.append(f"Files by {loaded.stored}, whose weights were dequantised: figures and times are of 16 bits")
-        lines.append("Of quantised files load takes those in e4m3 alone, in 16 bits (docs/float8.md)")
+        lines.append("Of quantised files sparsify and load take those in e4m3 alone (docs/float8.md)")
     if loaded.was:
         lines.append(f"{arguments.activation} in place of {loaded.was}: figures before any training with it")
     lines.append(f"Text: {text}; {parameter.device}, {str(parameter.dtype).removeprefix('torch.')}")

@@ -142,7 +142,7 @@ def load(
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     with _reading(folder, "a model"):
         dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-        opened = integration.open_saved(folder, dtype=dtype, local_files_only=True)
+        opened = integration.open_saved(folder, dequantize=True, dtype=dtype, local_files_only=True)
     model, activation, was = opened.model, arguments.activation, ""
     left = stacked.left(model)
     served = [each for _, each in stacked.found(model)]

@@ -37,6 +37,7 @@ from twell.integrations import layouts
 from twell.integrations import sparsify as _sparsify
 from twell.nn import configuration, down_layout, record
 from twell.nn.compaction import Compaction
+from twell.nn.float8 import Float8MLP
 from twell.runtime.log import logger
 
 try:
@@ -131,7 +132,7 @@ def sparsify(
 def _settle(model: Any) -> None:
     """See to layers that were made just now."""
     layers = _sparsify.layers(model).values()
-    for layer in layers:
+    for layer in (*layers, *(module for module in model.modules() if isinstance(module, Float8MLP))):
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True
@@ -165,8 +166,7 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     """The causal model in a folder or on the Hub, with its feed-forward layers through twell.
 
     As ``sparsify(AutoModelForCausalLM.from_pretrained(model, **options))``, of the layers that ``save_pretrained``
-    recorded, if it did, and compacted where they were. Weights in e4m3 become 16 bits; ``twell.quantize_`` makes
-    layers in e4m3 of them. It also reads configurations that name an activation which no
+    recorded, if it did, and compacted where they were. It also reads configurations that name an activation which no
     stock class has: "drelu", and "fatrelu" with its threshold as ``hidden_act_param``, as MiniCPM-S names it. Layers of
     twell that the model's class makes stay as they are. With ``trust_remote_code`` a folder's own code reads its own
     configuration, and what its modules compute decides.
@@ -262,6 +262,12 @@ class Opened(NamedTuple):
     def _give(self, layers: dict[str, Any]) -> None:
         """Give layers the activation of the record, or that which a key of the configuration has named for them."""
         model, own = self.model, self.own
+        if own and any(isinstance(module, Float8MLP) for module in model.modules()):
+            # they have the stock activation, and cannot change it
+            raise NotImplementedError(
+                f"load: layers in e4m3 must have ReLU or its square, got {next(iter(own.values())).name}: load files "
+                "in 16 bits, and quantise the model"
+            )
         alone = len(configuration.keys_naming(model.config, configuration.FAMILY)) == len(own) == 1
         made = {} if alone or not own else configuration.made_by(model)[0]
         for name, layer in layers.items():
@@ -278,8 +284,10 @@ class Opened(NamedTuple):
             key.write(model.config, named)
 
 
-def open_saved(model: str | Path, **options: Any) -> Opened:
+def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> Opened:
     """The causal model in a folder or on the Hub before its layers run through twell, and what its files say of them.
+
+    ``dequantize``: weights in e4m3 to 16 bits.
 
     Raises as ``load``.
     """
@@ -303,7 +311,7 @@ def open_saved(model: str | Path, **options: Any) -> Opened:
     own = {} if own_code else configuration.as_stock(config)
     entries = record.read(config)
     stored = getattr(config, "quantization_config", None)
-    if isinstance(stored, dict) and stored.get("quant_method") in _OF_E4M3:
+    if dequantize and isinstance(stored, dict) and stored.get("quant_method") in _OF_E4M3:
         config.quantization_config = stored | {"dequantize": True}
     options |= {"config": config, "output_loading_info": True}
     if causal is None:

@@ -1,10 +1,10 @@
-"""Layers with LoRA adapters or a gate from elsewhere, through the sparse functions.
+"""Layers with LoRA adapters, quantised weights or a gate from elsewhere, through the sparse functions.
 
 For ``W x + s B A x`` the adapter is columns: of gate and up ``[x, A_g x, A_u x] @ [W_g, s B_g, 0]^T``, of the down
 projection ``h @ [W_d; A_d]^T`` with ``s B_d`` behind it. So x and y get R more columns, and the layer is an ordinary
 one of width K + R. A gate that no columns can tell is called, and ``sparse_up_down`` takes it. Weights are concatenated
-in each pass: a copy could not be kept, as a write through ``.data`` raises no version. Deltas are never added to
-weights, where 16 bits would round them away.
+and dequantised in each pass: a copy could not be kept, as a write through ``.data`` raises no version. Deltas are never
+added to weights, where 16 bits would round them away.
 """
 
 import contextlib
@@ -47,6 +47,11 @@ class Way(NamedTuple):
     before: list[Projection]
     added: int
 
+    @property
+    def dequantised(self) -> bool:
+        """Whether a call dequantises weights."""
+        return any(each.dequantise for each in (self.up, self.down) if each is not None)
+
 
 def way_of(layer: Any) -> Way | str:
     """How ``layer`` may run sparse though a projection is more than a weight and a bias, or why it cannot."""
@@ -62,7 +67,7 @@ def way_of(layer: Any) -> Way | str:
     if any(each.drops for each in down.adapters):
         name = layer._projections[-1]
         return f"{name} has an adapter with dropout of the hidden state (lora_dropout): kernels keep no zeros"
-    gate = None if isinstance(first, str) else first
+    gate = None if isinstance(first, str) or (first.dequantise and first.part is None) else first
     # the halves of one projection have the same adapters
     shared = up is not None and up.part is not None
     before = [each for each in (None if shared else gate, up) if each is not None]
@@ -88,13 +93,14 @@ def foreseen(layer: Any, training: bool) -> Route | Refusal:
         answer = plan(Facts(*asked, training=training, called=True))
         return answer._replace(reason=way) if isinstance(answer, Route) and isinstance(way, str) else answer
     device = way.down.linear.weight.device
-    dtype = modes.product_dtype(way.down.linear.weight.dtype, device.type)
+    dtype = modes.product_dtype(way.down.own_dtype, device.type)
     answer = planned(layer, layer.intermediate, layer.hidden + way.added, dtype, device, training)
     if isinstance(answer, Refusal):
         # calls of the projections take it
         return Route("dense", reason=answer.message)
     parts = [f"{way.added} columns of adapters"] if way.added else []
     parts += ["a gate that is called"] if way.gate is None and layer._gated else []
+    parts += ["dequantised weights"] if way.dequantised else []
     return answer._replace(reason=f"{answer.reason}; with {' and '.join(parts)}") if parts else answer
 
 
@@ -108,14 +114,9 @@ def run(layer: Any, x: Tensor, with_aux: bool) -> Any:
         return way
     if x.dim() == 0 or x.is_nested or x.layout is not torch.strided or x.shape[-1] != layer.hidden:
         return ""
-    if sharded({"x": x}):
-        return "x is sharded"
-    dtype = modes.product_dtype(x.dtype, x.device.type)
-    used = [each for each in (way.gate, way.up, way.down) if each is not None]
-    autocast = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
-    if not autocast and any(each.linear.weight.dtype != x.dtype for each in used):
-        # PyTorch refuses them, too
-        return ""
+    dtype = "x is sharded" if sharded({"x": x}) else _dtype(way, x)
+    if isinstance(dtype, str):
+        return dtype
     children = [layer._modules[name] for name in layer._projections]
     trains = x.requires_grad or any(p.requires_grad for child in children for p in child.parameters())
     how = layer.intermediate, layer.hidden + way.added, dtype, x.device, torch.is_grad_enabled() and trains
@@ -125,9 +126,23 @@ def run(layer: Any, x: Tensor, with_aux: bool) -> Any:
     answer = planned(layer, *how, site=True, transformed=transformed, overridden=overridden({"x": x}), **met)
     if isinstance(answer, Refusal):
         return answer.message
-    if answer.strategy == "dense" or (auto and way.added and m < FEWEST_TOKENS):
+    copies = auto and (way.added or way.dequantised)
+    if answer.strategy == "dense" or (copies and m < FEWEST_TOKENS):
         return ""
     return _run(layer, way, x, dtype, with_aux)
+
+
+def _dtype(way: Way, x: Tensor) -> torch.dtype | str:
+    """The dtype of the products, or why there is not one; "" if PyTorch would refuse the operands, too."""
+    plain = modes.product_dtype(x.dtype, x.device.type)
+    autocast = x.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(x.device.type)
+    used = [each for each in (way.gate, way.up, way.down) if each is not None]
+    if not autocast and any(not each.dequantise and each.linear.weight.dtype != x.dtype for each in used):
+        return ""
+    found = {each.dtype(x, plain) for each in used}
+    if len(found) > 1 or (autocast and found != {plain}):
+        return "products in several dtypes, as quantised weights have their own"
+    return found.pop()
 
 
 def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) -> Any:
@@ -158,7 +173,7 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     frozen = not any(each.linear.weight.requires_grad for each in (gate, up, down) if each is not None)
     first = gate or down
     # operators find the site by a weight that the layer holds
-    held = first.linear.weight
+    held = None if first.dequantise else first.linear.weight
     activation = layer._form()
     extra = Extra(Made(held, k if added and frozen else 0, lambda: layer._behind(*projected(), activation), apply))
     how = How(activation, layer._site() or layer._strategy, False, layer._compression)
@@ -168,7 +183,7 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     y, aux = result if with_aux else (result, None)
     # a dense call is of the projections
     y = y if y.shape == x.shape else unviewed(narrowed(y, raising, k), x.shape)
-    y = y.to(dtype)
+    y = y.to(_dtype_of_y(way, x, called, dtype))
     return (y, aux) if with_aux else y
 
 
@@ -202,3 +217,12 @@ def _sources(way: Way, x: Tensor, dtype: torch.dtype) -> tuple[list[Matrix], lis
         lowering = [each for one in before for each in one.lowering(sources)]
     matrices += [Matrix(lowering, dtype, 0), Matrix(down.raising(sources), dtype)]
     return matrices, sources, wide
+
+
+def _dtype_of_y(way: Way, x: Tensor, called: Tensor | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that the projections would return: a quantised one returns that of its input."""
+    if not way.down.dequantise:
+        return dtype
+    of_gate = called.dtype if called is not None else dtype
+    up = way.up
+    return of_gate if up is None else torch.promote_types(of_gate, x.dtype if up.dequantise else dtype)

@@ -6,7 +6,7 @@ one. Here all is one node, values are copied by eight bytes, and each product is
 compiler gets PyTorch's operators, which it fuses.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,21 +19,25 @@ from twell.runtime import modes
 
 
 class Part(NamedTuple):
-    """So many columns, or rows, of a matrix: ``scale`` times the source of this number, or zeros."""
+    """So many columns, or rows, of a matrix: ``scale`` times the source of this number, or zeros.
+
+    dequantise: makes a matrix of a source that is none, and has no gradient.
+    """
 
     length: int
     source: int | None = None
+    dequantise: Callable[[Any], Tensor] | None = None
     scale: float = 1
 
     def wanted(self, needs: Sequence[bool]) -> bool:
         """Whether its source gets a gradient."""
-        return self.source is not None and needs[self.source]
+        return self.source is not None and self.dequantise is None and needs[self.source]
 
 
-def part(sources: list[Tensor], source: Tensor, length: int, scale: float = 1) -> Part:
+def part(sources: list[Tensor], source: Tensor, length: int, *how: Any) -> Part:
     """The part of ``source``, which goes to the end of ``sources``."""
     sources.append(source)
-    return Part(length, len(sources) - 1, scale)
+    return Part(length, len(sources) - 1, *how)
 
 
 class Matrix(NamedTuple):
@@ -51,6 +55,7 @@ class Matrix(NamedTuple):
     def read(self, sources: Sequence[Any]) -> Any:
         """The matrix, or the source that it is; None without parts."""
         values: list[Any] = [None if each.source is None else sources[each.source] for each in self.parts]
+        values = [each.dequantise(value) if each.dequantise else value for each, value in zip(self.parts, values)]
         if not values or (len(values) == 1 and self.parts[0].scale == 1):
             return values[0].to(self.dtype) if values else None
         shape = [*values[0].shape]

@@ -71,7 +71,7 @@ class Deferred:
         """What an activation makes of it."""
         return Deferred(self._up, self.taken(), self, act)
 
-    def is_of(self, down: SparseDown) -> bool:
+    def is_of(self, down: PairDown) -> bool:
         """Whether the work of ``fc1`` and the activation of a pair is left to do, and nothing else was done."""
         up = down.up_proj
         own = (
@@ -222,34 +222,21 @@ def keep_hook(made: nn.Module, of: nn.Module) -> None:
         vars(made)["forward"] = functools.update_wrapper(functools.partial(wrapper.func, made), own)
 
 
-class SparseDown(SparseMLP, SharedLinear):
-    """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
-
-    For blocks with both layers and the activation among their own children, which keep their own ``forward`` and their
-    keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation a ``HandOn``. This layer,
-    an ``nn.Linear`` with the down projection's parameters, does the work of all three where ``fc1`` and the activation
-    have left it (``Deferred``), and is an ``nn.Linear`` on any other hidden state. ``up_proj`` is the module ``fc1``
-    itself but not a child: copying, pickling, moving and loading the block keep the two together. All else is as in
-    ``twell.nn.SparseMLP``.
+class PairDown(nn.Module):
+    """``fc2`` of a pair; ``fc1`` is its ``up_proj``, but not a child.
 
     names: of both in the block of the pair. attribute: of the activation there, None for one in the code. dropouts: of
     what may drop values of the hidden state there.
     """
 
-    up_proj: DeferredUp
+    up_proj: Any
     names: tuple[str, ...] = ("fc1", "fc2")
     attribute: str | None = None
     dropouts: tuple[str, ...] = ()
     _fixed = False
 
-    def __init__(self, up: DeferredUp, down: nn.Linear, **options: Any) -> None:
-        SparseFFN.__init__(self, up.in_features, up.out_features, **options)
-        self._share(down)
-        # not through nn.Module, which would make it a child with state-dict keys of its own
-        object.__setattr__(self, "up_proj", up)
-
     @property
-    def down_proj(self) -> Any:  # type: ignore[override]
+    def down_proj(self) -> Any:
         """This layer itself."""
         return self
 
@@ -275,21 +262,43 @@ class SparseDown(SparseMLP, SharedLinear):
     def applies(self, act: Any) -> bool:
         """Whether an activation is that of the pair."""
         name, level = act if type(act) is Activation else (act.down.activation, act.down.threshold)
-        same = level is self.threshold or (not isinstance(level, Tensor) and level == self.threshold)
-        return bool(name == self.activation and same)
+        layer: Any = self
+        same = level is layer.threshold or (not isinstance(level, Tensor) and level == layer.threshold)
+        return bool(name == layer.activation and same)
 
     def _require_alone(self, options: Any) -> None:
         """Raise NotImplementedError if more is asked for than the product with a hidden state that is given."""
+        layer: Any = self
         if self.up_proj.must:
             raise NotImplementedError("other code makes what the second gets")
-        figures = options or self._record_aux or any(map(_is_of_twell, _hooks(self)))
-        if figures or self._invariant or self._accumulate_main_grad:
+        figures = options or getattr(layer, "_record_aux", False) or any(map(_is_of_twell, _hooks(self)))
+        if figures or layer._invariant or getattr(layer, "_accumulate_main_grad", False):
             raise NotImplementedError(
                 "invariant, main gradients and figures of a twell pair are of a whole layer, got a hidden state that "
                 "other code made: set dropouts of the hidden state to 0, and remove hooks and adapters"
             )
         if not (self.training or modes.compiling()):
             warn_once("a twell pair runs dense: its fc2 is given what other code made of the hidden state")
+
+
+class SparseDown(PairDown, SparseMLP, SharedLinear):  # type: ignore[override]
+    """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
+
+    For blocks with both layers and the activation among their own children, which keep their own ``forward`` and their
+    keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation a ``HandOn``. This layer,
+    an ``nn.Linear`` with the down projection's parameters, does the work of all three where ``fc1`` and the activation
+    have left it (``Deferred``), and is an ``nn.Linear`` on any other hidden state. ``up_proj`` is the module ``fc1``
+    itself but not a child: copying, pickling, moving and loading the block keep the two together. All else is as in
+    ``twell.nn.SparseMLP``.
+    """
+
+    up_proj: nn.Linear
+
+    def __init__(self, up: DeferredUp, down: nn.Linear, **options: Any) -> None:
+        SparseFFN.__init__(self, up.in_features, up.out_features, **options)
+        self._share(down)
+        # not through nn.Module, which would make it a child with state-dict keys of its own
+        object.__setattr__(self, "up_proj", up)
 
     def _add_projections(self, *_: Any) -> None:
         """It is one itself, and has the other."""
@@ -326,7 +335,7 @@ class HandOn(nn.Identity):
 
     down: Any
 
-    def __init__(self, down: SparseDown) -> None:
+    def __init__(self, down: PairDown) -> None:
         super().__init__()
         # as in SparseDown
         object.__setattr__(self, "down", down)
@@ -382,16 +391,22 @@ def pair_up(
     options: dict[str, Any],
     casts: bool = False,
 ) -> None:
-    """Make two layers of a block a pair; ``casts`` as in a layer.
-
-    ``attribute`` is the activation between them, None for one in the code. The objects that were there stay what they
-    are, for whatever else refers to them.
-    """
+    """Make two layers of a block a pair; ``attribute`` is the activation between them, ``casts`` as in a layer."""
     first, second = map(block.get_submodule, names)
     up = DeferredUp()
     up._share(first)  # type: ignore[arg-type]
     down = SparseDown(up, second, **options)  # type: ignore[arg-type]
     up._casts = down._casts = casts
+    put_pair(block, names, attribute, dropouts, down)
+
+
+def put_pair(
+    block: nn.Module, names: tuple[str, ...], attribute: str | None, dropouts: tuple[str, ...], down: PairDown
+) -> None:
+    """Put a pair in the place of two layers of a block and of the activation between them, None for one in the code.
+
+    The objects that were there stay what they are, for whatever else refers to them.
+    """
     down.names, down.attribute, down.dropouts, down._fixed = names, attribute, dropouts, attribute is None
     parts = {names[0]: down.up_proj, names[1]: down, **({} if attribute is None else {attribute: HandOn(down)})}
     for name, new in parts.items():

@@ -39,6 +39,9 @@ class Float8Projection(nn.Module):
 
     def __init__(self, record: Float8, bias: Tensor | None = None, by_columns: bool = False) -> None:
         super().__init__()
+        self._hold(record, bias, by_columns)
+
+    def _hold(self, record: Float8, bias: Tensor | None, by_columns: bool = False) -> None:
         require("weight", record, Float8, "a Float8")
         record = checked("weight", record)
         if record.values.dim() != 2:
@@ -142,7 +145,8 @@ class Float8MLP(Configured):
         input_scale: Tensor | None = None,
         names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        super().__init__()
+        # half of a pair is a projection as well, with arguments of its own
+        nn.Module.__init__(self)
         self.hidden, self.intermediate = down.shape
         for name, record in zip(names, (gate, up)):
             if record is not None and tuple(record.shape) != (self.intermediate, self.hidden):
@@ -167,13 +171,17 @@ class Float8MLP(Configured):
             if bias is not None and (bias.dtype, bias.shape) != (torch.bfloat16, record.shape[:1]):
                 got = f"{bias.dtype} {list(bias.shape)}"
                 raise ValueError(f"the bias of {name} must be torch.bfloat16 {list(record.shape[:1])}, got {got}")
-            setattr(self, name, Float8Projection(record, bias, by_columns=record is down))
+            self._add(name, record, bias, record is down)
         self.register_buffer("input_scale", None if input_scale is None else _static(input_scale))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("activation", "threshold"):
             raise AttributeError(f"{name} must stay {getattr(self, name)!r}, got {value!r}: make another Float8MLP")
         super().__setattr__(name, _static(value) if name == "input_scale" and value is not None else value)
+
+    def _add(self, name: str, record: Float8, bias: Tensor | None, is_down: bool) -> None:
+        """Take a projection."""
+        setattr(self, name, Float8Projection(record, bias, by_columns=is_down))
 
     def _asked(self) -> How:
         return super()._asked()._replace(fast=self._fast_accum)

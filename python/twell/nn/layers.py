@@ -328,7 +328,7 @@ class SparseFFN(Configured):
         if not self.accumulate_main_grad or self._is_plain():
             return ""
         read = dict(zip(self._projections, self._readings()))
-        odd = [name for name, found in read.items() if isinstance(found, str) or found.layer]
+        odd = [name for name, found in read.items() if isinstance(found, str) or found.layer or found.dequantise]
         return f"accumulate_main_grad: expected plain nn.Linear projections, got others or hooks ({', '.join(odd)})"
 
     def _adapted(self, x: Tensor, with_aux: bool) -> Any:
@@ -453,10 +453,10 @@ class SparseGatedMLP(SparseFFN):
     With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
     part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
 
-    The kernels read the weights and biases; the projections themselves are not called. LoRA adapters of peft are read,
-    too, and a gate projection that is anything else is called (docs/models.md); "auto" does so from 1,024 tokens on.
-    If another projection has hooks (its own or global ones, as FLOP counters register), weights of a subclass, as
-    quantised ones are, or a replaced ``forward``, the layer warns, calls its projections and runs dense. In all these
+    The kernels read the weights and biases; the projections themselves are not called. LoRA adapters of peft and some
+    quantised weights are read, too, and a gate projection that is anything else is called (docs/models.md); "auto"
+    does so from 1,024 tokens on. If another projection has hooks (its own or global ones, as FLOP counters register),
+    weights of a subclass or a replaced ``forward``, the layer warns, calls its projections and runs dense. In all these
     cases ``invariant`` and ``accumulate_main_grad`` raise NotImplementedError.
 
     ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of

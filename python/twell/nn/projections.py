@@ -1,9 +1,12 @@
-"""What a projection computes that is more than an ``nn.Linear``: LoRA adapters of peft.
+"""What a projection computes that is more than an ``nn.Linear``: LoRA adapters of peft, weights that are quantised.
 
 Classes of others are known by their names, so that nothing of them is imported. A projection that is not known, or does
 something else than its class, has a reason in place of a reading, and only a call of it says what it computes.
 """
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +17,16 @@ from twell.call.admission import sharded
 from twell.nn.columns import Part, part
 
 _SAVED = "peft.utils.other.ModulesToSaveWrapper"
-_LORA = "peft.tuners.lora.layer.Linear"
+_LORA_OF_4_BITS = "peft.tuners.lora.bnb.Linear4bit"
+# their calls differ in nothing but casts
+_LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.torchao.TorchaoLoraLinear", _LORA_OF_4_BITS)
+_OF_4_BITS = tuple(f"bitsandbytes.nn.modules.{name}" for name in ("Linear4bit", "LinearNF4", "LinearFP4"))
+# tensors of torchao, and the attributes that are None if a product leaves its inputs as they are
+_OF_TORCHAO = {
+    "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
+    "Float8Tensor": ("act_quant_kwargs",),
+    "IntxUnpackedToInt8Tensor": ("activation_quantization",),
+}
 
 
 class LowRank(NamedTuple):
@@ -34,11 +46,12 @@ class LowRank(NamedTuple):
 class Projection(NamedTuple):
     """``x @ weight^T + bias`` and what ``adapters`` add.
 
-    linear: holds the weight and the bias. part: 0 or 1 for the first or the second half of the outputs, None for all.
-    layer: that of peft, which holds the adapters.
+    linear: holds the weight and the bias. dequantise: of a weight in 4 bits of bitsandbytes, or of torchao. part: 0 or
+    1 for the first or the second half of the outputs, None for all. layer: that of peft, which holds the adapters.
     """
 
     linear: Any
+    dequantise: Callable[[Any], Tensor] | None = None
     adapters: tuple[LowRank, ...] = ()
     layer: Any = None
     part: int | None = None
@@ -48,9 +61,27 @@ class Projection(NamedTuple):
         """The sum of the adapters' ranks."""
         return sum(each.a.weight.shape[0] for each in self.adapters)
 
+    @property
+    def own_dtype(self) -> torch.dtype:
+        """The dtype of the product with an x of the dtype that the weight had before it was quantised."""
+        weight = self.linear.weight
+        return getattr(self.linear, "compute_dtype", None) or getattr(weight, "quant_state", weight).dtype  # type: ignore[no-any-return]
+
+    def dtype(self, x: Tensor, plain: torch.dtype) -> torch.dtype:
+        """The dtype of the product with x; ``plain`` is that of one with a plain weight."""
+        return plain if self.dequantise is None else getattr(self.linear, "compute_dtype", None) or x.dtype
+
     def weight(self, sources: list[Tensor], k: int) -> Part:
         """The weight of its part; ``k`` is the hidden size."""
-        return part(sources, self._half(self.linear.weight), k)
+        weight, half, dequantise = self.linear.weight, self._half, self.dequantise
+        if dequantise is None:
+            return part(sources, half(weight), k)
+
+        def dequantised(source: Any) -> Tensor:
+            with torch.no_grad():
+                return half(dequantise(source))
+
+        return part(sources, weight, k, dequantised)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """The bias of its part with those of the adapters, in ``dtype``."""
@@ -65,7 +96,8 @@ class Projection(NamedTuple):
         """``a(dropout(x))`` of each adapter, as peft computes it, in ``dtype``."""
         found = []
         for each in self.adapters:
-            x = self.layer._cast_input_dtype(x, each.a.weight.dtype)
+            if not (torch.is_autocast_enabled() and _name(self.layer) == _LORA_OF_4_BITS):
+                x = self.layer._cast_input_dtype(x, each.a.weight.dtype)
             found.append(each.a(each.dropout(x)).to(dtype))
         return found
 
@@ -80,7 +112,7 @@ class Projection(NamedTuple):
             b, scale = each.b.weight, each.scaling
             if not isinstance(scale, (int, float)):
                 b, scale = b * scale, 1
-            found.append(part(sources, self._half(b), b.shape[1], scale))
+            found.append(part(sources, self._half(b), b.shape[1], None, scale))
         return found
 
     def _half(self, of_outputs: Tensor) -> Tensor:
@@ -98,7 +130,7 @@ def read(child: Any) -> Projection | str:
         active = child.active_adapters
         own = child.disable_adapters or not active or any(name not in child.modules_to_save for name in active)
         return read(child.original_module if own else child.modules_to_save[active[0]])
-    if kind != _LORA:
+    if kind not in _LORA:
         return _base(child)
     base = read(child.base_layer)
     if isinstance(base, str):
@@ -139,8 +171,25 @@ def _base(linear: Any) -> Projection | str:
     if _plain.is_plain(linear):
         return "is sharded" if sharded({"weight": linear.weight}) else Projection(linear)
     kind, weight = _name(linear), getattr(linear, "weight", None)
-    other = weight is None or kind != "torch.nn.modules.linear.Linear"
-    return f"is a {kind}" if other else f"has a {type(weight).__name__}"
+    if kind in _OF_4_BITS:
+        state = getattr(weight, "quant_state", None)
+        if state is None or getattr(state, "packing_format_for_cpu", False):
+            return "has no weight in 4 bits yet, or one that is packed for a CPU"
+        shape = linear.out_features, linear.in_features
+        if tuple(state.shape) != shape:
+            return "has a weight in 4 bits of other sizes"
+        return Projection(linear, partial(sys.modules["bitsandbytes.functional"].dequantize_4bit, quant_state=state))
+    if kind == "bitsandbytes.nn.modules.Linear8bitLt":
+        return "quantises its inputs, as weights in 8 bits of bitsandbytes do"
+    tensor = type(weight)
+    if type(linear) is nn.Linear and tensor.__module__.startswith("torchao."):
+        settings = _OF_TORCHAO.get(tensor.__name__)
+        if settings is None:
+            return f"has a weight that is not known, a {tensor.__name__} of torchao"
+        if any(getattr(weight, name) is not None for name in settings):
+            return f"quantises or scales its inputs, by a {tensor.__name__} of torchao"
+        return Projection(linear, lambda weight: weight.dequantize())
+    return f"is a {kind}" if weight is None or kind != "torch.nn.modules.linear.Linear" else f"has a {tensor.__name__}"
 
 
 def _name(module: Any) -> str:

@@ -207,7 +207,7 @@ def _name(model: Any, found: Mapping[str, Activation]) -> dict[str, str]:
 def _quantised(model: nn.Module, stated: Any) -> dict[str, Any] | None:
     """The ``quantization_config`` of a model's layers in e4m3; None without. Raises NotImplementedError."""
     weights = {name: weight for name, weight in _weights(model).items() if weight.dtype == E4M3}
-    if stated is not None and weights:
+    if stated is not None and (weights or any("_dequantised" in vars(module) for module in model.modules())):
         raise NotImplementedError(
             "save_pretrained: weights must be stored as the configuration says, got layers of twell with others in "
             "place of quantised ones: the files that the model was loaded from hold the same values"

@@ -129,7 +129,8 @@ def _candidate(candidate: sparsify.Candidate, number: int) -> WatchedLayer:
         return made
 
     linear = None if form.fused or candidate.steps else _plain(first)
-    return WatchedLayer(candidate.layer, number, first, *sizes, gates, candidate.activation, linear, True)
+    float8 = bool(candidate.stored) and not candidate.dequantised
+    return WatchedLayer(candidate.layer, number, first, *sizes, gates, candidate.activation, linear, True, float8)
 
 
 def _plain(projection: Any) -> nn.Linear | None:

@@ -1,6 +1,5 @@
 """Which modules of a model ``sparsify_`` can replace, and what they compute."""
 
-import copy
 import inspect
 import itertools
 import operator
@@ -16,10 +15,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from twell.base.activation import NAMES_OF_FAMILY, RELU, Activation
 from twell.call.plain import HOOKS, of_torch, only_moves
 from twell.integrations.sparsify.equivalence import MODES, NOTHING, Copies, Form, Put, difference, family, family_of
+from twell.integrations.sparsify.kept import kept, with_plain
 from twell.integrations.sparsify.known import WITHOUT_METHODS, Known
-from twell.nn.converted import GATED, PLAIN, SharedLinear, SparseDown, below
+from twell.integrations.sparsify.quantised import Stored, stored
+from twell.nn.converted import GATED, PLAIN, PairDown, SharedLinear, below
 from twell.nn.float8 import Float8MLP
 from twell.nn.layers import SparseFFN
+from twell.ops.float8 import BLOCK
 from twell.runtime import geometry, specs
 
 _HOOKS = (
@@ -44,8 +46,8 @@ class Candidate(NamedTuple):
     twell, a "pair" stays and its children are replaced. attribute: the name of the activation, None if it is in the
     code. activation: that of the new layer. was: the name of the one that it replaces, None if it is the module's own.
     dropouts: what may drop values of the hidden state. casts: whether weights are cast to the dtype of x. steps: what
-    makes the gate, as in ``Known``. plain: plain projections without values, in place of those with adapters, which the
-    layer keeps as they are.
+    makes the gate, as in ``Known``. stored: what projections in e4m3 hold, with None for one in 16 bits; empty if all
+    are in 16 bits. plain: plain projections without values, in place of those that the layer keeps as they are.
     """
 
     name: str
@@ -58,7 +60,27 @@ class Candidate(NamedTuple):
     dropouts: tuple[str, ...] = ()
     casts: bool = False
     steps: tuple[str, ...] = ()
+    stored: Mapping[str, Stored | None] = types.MappingProxyType({})
     plain: Mapping[str, nn.Linear] = types.MappingProxyType({})
+
+    @property
+    def dequantised(self) -> str:
+        """Why a layer of projections in e4m3 runs on weights in bfloat16; "" if it runs on e4m3."""
+        if not self.stored:
+            return ""
+        if self.form.fused:
+            return "gate and up are one projection"
+        if None in self.stored.values():
+            return "a projection is in 16 bits"
+        if any(each is not None and each.weight.granularity == "block" for each in self.stored.values()):
+            return f"scales are of blocks of {BLOCK} x {BLOCK}"
+        return "K is no multiple of 16" if self.shape[1] % 16 else ""
+
+    @property
+    def dropped(self) -> str:
+        """The dropouts of the hidden state of a layer that drop values in training, with their shares."""
+        shares = {name: self.module.get_submodule(name).p for name in self.dropouts}
+        return "; ".join(f"{name}, p = {p}" for name, p in shares.items() if p)
 
     @property
     def shape(self) -> tuple[bool, int, int]:
@@ -99,7 +121,7 @@ def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def has_children(module: nn.Module, names: tuple[str, ...]) -> bool:
     """Whether a module has children of these names, none of which is of a pair already."""
     children = [below(module, name) for name in names]
-    return all(child is not None and not isinstance(child, SparseDown) for child in children)
+    return all(child is not None and not isinstance(child, PairDown) for child in children)
 
 
 def misfit(module: nn.Module, names: tuple[str, ...]) -> str:
@@ -159,21 +181,31 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     """
     where = label(name, module)
     children: dict[str, Any] = {child: module.get_submodule(child) for child in known.names}
-    if own := _adapted(children):
+    try:
+        held = {child: stored(f"{where}: {child}", linear) for child, linear in children.items()}
+    except NotImplementedError as error:
+        raise ValueError(f"{error}; {LEAVE_OUT}") from None
+    in_e4m3 = any(held.values())
+    own = {} if in_e4m3 else kept(where, children)
+    if in_e4m3 or own:
         # examined with plain projections in their place
-        for child in children.keys() - own.keys():
-            own[child] = _plain_weight(f"{where}: {child}", children[child]).dtype
+        dtypes = {child: torch.bfloat16 for child, each in held.items() if each} | own
+        for child in children.keys() - dtypes.keys():
+            dtypes[child] = _plain_weight(f"{where}: {child}", children[child]).dtype
         _require_one(where, "device", [linear.weight for linear in children.values()])
-        pair = bool(known.attribute) or any("." in child for child in children)
-        made = module if pair else _with_plain(module, own)
-        candidate, of = (None, None) if pair else examine(name, made, known, context)
-        if candidate is None or candidate.kind == "pair":
+        dtype = getattr(context.model, "dtype", None)
+        if in_e4m3 and dtype in (torch.float16, torch.float32):
+            raise TypeError(f"{where} has weights in e4m3, so the model must be in bfloat16, got {dtype}; {LEAVE_OUT}")
+        _require_unhooked(where, children if in_e4m3 else {})
+        made = with_plain(module, dtypes)
+        candidate, of = examine(name, made, known, context)
+        if own and candidate.kind == "pair":
             raise ValueError(
                 f"{where} must have plain projections, of which the second does the work of both in a pair, got "
-                f"adapted ones: merge adapters first; {LEAVE_OUT}"
+                f"adapted or quantised ones: merge adapters first, or load the model in 16 bits; {LEAVE_OUT}"
             )
         plain: Any = {child: made.get_submodule(child) for child in own}
-        return candidate._replace(module=module, plain=plain), of
+        return candidate._replace(module=module, stored=held if in_e4m3 else {}, plain=plain), of
     form = Form(known.names, "gate first" if _is_fused([below(module, each) for each in known.names]) else "")
     _require_plain(where, module, form, context.strategy)
     if known.hidden:
@@ -365,29 +397,6 @@ def _likeness(module: nn.Module) -> Any:
     )
 
 
-def _adapted(projections: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """The dtypes of those projections that are wrappers of peft, whatever they do, around a plain ``nn.Linear``."""
-    found = {}
-    for name, projection in projections.items():
-        linear = projection
-        while linear is not None and type(linear).__module__.startswith("peft."):
-            linear = linear._modules.get("base_layer") or linear._modules.get("original_module")
-        if linear is not projection and type(linear) is nn.Linear and type(linear.weight) is nn.Parameter:
-            found[name] = linear.weight.dtype
-    return found
-
-
-def _with_plain(module: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
-    """A shallow copy of ``module`` in which projections are plain ones without values, with weights of these dtypes."""
-    made = copy.copy(module)
-    made._modules = dict(module._modules)
-    for name, dtype in dtypes.items():
-        linear = module._modules[name]
-        plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None, "meta", dtype)
-        made._modules[name] = plain
-    return made
-
-
 # What a class of projections may define without being more than its forward shows.
 _OF_LINEARS = WITHOUT_METHODS | {"forward", "reset_parameters", "extra_repr"}
 
@@ -401,8 +410,8 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
     if not isinstance(linear, nn.Linear) or any(vars(base).keys() - _OF_LINEARS for base in own):
         raise TypeError(
             f"{where} must be an nn.Linear itself, got {kind.__module__}.{kind.__name__}: adapters of others "
-            "than peft must be merged first, and quantised models be loaded in 16 bits, those in e4m3 by a "
-            f"quantization_config with dequantize=True; twell.quantize_ makes layers in e4m3; {LEAVE_OUT}"
+            "than peft must be merged first, and quantised layers be in e4m3 as transformers has them, weight-only by "
+            f"bitsandbytes or torchao, or be loaded in bfloat16; {LEAVE_OUT}"
         )
     _require_forward(where, linear)
     weight: Tensor = linear.weight
@@ -452,8 +461,8 @@ def _require_plain(where: str, module: nn.Module, form: Form, strategy: str) -> 
     n //= 2 if form.fused else 1
     _require_one(where, "dtype", weights)
     _require_one(where, "device", weights)
-    if not weights[0].is_floating_point() or weights[0].dtype.itemsize < 2:
-        raise TypeError(f"{where} must have floating weights of 16 bits or more, got {weights[0].dtype}; {LEAVE_OUT}")
+    if not weights[0].is_floating_point():
+        raise TypeError(f"{where} must have floating weights, got {weights[0].dtype}; {LEAVE_OUT}")
     for letter, size, limit in (("K", k, specs.K_CLASSES[-1]), ("N", n, geometry.MAX_NEURONS)):
         if strategy != "dense" and (size == 0 or size % 8 or size > limit):
             raise ValueError(

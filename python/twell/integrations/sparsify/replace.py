@@ -14,6 +14,7 @@ from twell.base.memory import shared
 from twell.call.functional import Strategy
 from twell.call.plain import of_torch, own_code
 from twell.choose.plan import Facts, routed
+from twell.integrations.sparsify import quantised
 from twell.integrations.sparsify.candidates import (
     LEAVE_OUT,
     Candidate,
@@ -38,6 +39,7 @@ from twell.nn.converted import (
     NamedMLP,
     SparseDown,
     pair_up,
+    put_pair,
     turn,
 )
 from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP, named_layers
@@ -109,8 +111,13 @@ def sparsify_(
     are modules count as layers; experts stacked in one tensor stay as they are, which is logged. Hooks of
     accelerate that only move tensors between devices work on.
 
-    Projections of layers that are modules of their own may have adapters of peft. They stay as they are; the page on
-    models says which run sparse. Quantised ones are refused: load the model in 16 bits.
+    Projections that transformers has loaded in e4m3, by ``FP8Linear`` or compressed-tensors, become a
+    ``twell.nn.Float8MLP``, for inference. Scales of blocks, or a projection in 16 bits, make it a layer in bfloat16 of
+    dequantised weights, which a warning says. The model must be in bfloat16 and not have run, and its
+    ``save_pretrained`` refuses from then on.
+
+    Projections of layers that are modules of their own may have adapters of peft, or weights that bitsandbytes holds in
+    4 bits or torchao in a weight-only format. They stay as they are; the page on models says which run sparse.
 
     What is checked: two copies of the module with small random weights run on the CPU, one of them with the layer or
     the pair in it, in float32, in the model's dtype, under autocast and with x of another dtype than the weights, in
@@ -125,8 +132,8 @@ def sparsify_(
 
     What is later put around, in place of or between the two layers of a pair, hooks, adapters and a dropout that drops
     among it, computes what it would without twell: what needs the first layer's output has it computed, and the rest
-    runs dense, after a warning. Figures and ``invariant`` raise NotImplementedError then. So do an input that is
-    changed in place between the two layers, and reentrant checkpointing of one of them alone.
+    runs dense, after a warning. Pairs in e4m3 raise NotImplementedError then, as do figures and ``invariant``. So do
+    an input that is changed in place between the two layers, and reentrant checkpointing of one of them alone.
 
     Args:
         model: any module that is or contains such layers; for a model of transformers see
@@ -142,7 +149,7 @@ def sparsify_(
 
     Raises TypeError or ValueError and changes nothing: if nothing is found; if a candidate computes something else, has
     further children or state, hooks, methods of ``nn.Module`` overridden, projections that are neither plain
-    ``nn.Linear`` nor any of the above (sharded, offloaded, quantised), or sizes that the kernels do not take
+    ``nn.Linear`` nor any of the above (sharded, offloaded, quantised otherwise), or sizes that the kernels do not take
     (multiples of 8, K up to 16,384 and N up to 65,536). Modules whose projections do not go from K to N to K are no
     candidates.
     """
@@ -281,6 +288,11 @@ def _with_activation(candidate: Candidate, of: Activation | None, wanted: str | 
         return candidate
     if of is not None and wanted in (None, of.name):
         return candidate._replace(activation=of, was=None)
+    if candidate.stored:
+        raise ValueError(
+            f"sparsify_: {label(candidate.name, candidate.module)} must be trained with another activation, and so be "
+            f"in 16 bits, got weights in e4m3: load the model with dequantize=True; {LEAVE_OUT}"
+        )
     if wanted == "drelu" and not candidate.form.gated:
         raise ValueError(
             f'sparsify_: {label(candidate.name, candidate.module)} must have a gate for activation="drelu", got '
@@ -299,6 +311,14 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
         ):
             # it would make a nested tensor of a padded batch, for the fast path of its layers
             parent.use_nested_tensor = False
+    if wide := {candidate.layer: why for candidate in planned.candidates if (why := candidate.dequantised)}:
+        first = next(iter(wide))
+        logger.warning(
+            "layers in e4m3 whose weights were dequantised to bfloat16, in which they run: %d, the first %s, as %s",
+            *(len(wide), first, wide[first]),
+        )
+    if any(candidate.stored for candidate in planned.candidates):
+        quantised.settle(model)
     if planned.candidates:
         logger.info(
             "layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model"
@@ -317,6 +337,17 @@ def put(candidate: Candidate, options: dict[str, Any]) -> None:
     """Put the layer of a candidate in its place, of these settings."""
     module, options = candidate.module, options | candidate.activation.options()
     names, attribute, dropouts = candidate.form.children, candidate.attribute, candidate.dropouts
+    if candidate.stored and not candidate.dequantised:
+        made = quantised.layer(candidate.stored, candidate.kind == "pair", options)  # type: ignore[arg-type]
+        if candidate.kind == "pair":
+            put_pair(module, names, attribute, dropouts, made)
+        else:
+            made.dropped = candidate.dropped
+            turn(module, made)
+        return
+    for name, projection in candidate.stored.items():
+        if projection is not None:
+            module.set_submodule(name, projection.plain())
     if candidate.kind == "pair":
         pair_up(module, names, attribute, dropouts, options, candidate.casts)
     else:
