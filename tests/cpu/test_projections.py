@@ -289,9 +289,7 @@ def test_changed_linears_make_no_layer(index: int, change: str) -> None:
     """Otherwise only the weight would be shared."""
     layers = SparseGatedMLP(K, N, dtype=BF16, strategy="row")
     CHANGES[change](layers, CHILDREN[index])
-    with pytest.raises(
-        TypeError, match=rf"{CHILDREN[index].removesuffix('_proj')} must be a plain nn.Linear, without"
-    ):
+    with pytest.raises(TypeError, match=rf"{CHILDREN[index].removesuffix('_proj')} must be a plain nn.Linear, without"):
         SparseGatedMLP.from_linear(*(layers.get_submodule(name) for name in CHILDREN))
 
 
