@@ -102,7 +102,7 @@ def test_a_module_that_trains_is_compiled(dtype: torch.dtype) -> None:
 
     layer, given = Layer(), (p["x"], p["expert_ids"], p["weights"])
     right = layer(*given)
-    compiled = torch.compile(layer, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     found = []
     for run in (layer, compiled):
         y = run(*given)

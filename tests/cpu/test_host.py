@@ -199,8 +199,40 @@ def test_other_arguments_than_tensors_are_errors(maker: host.Maker) -> None:
 
 
 WHOLE = encoded([[(GIVEN, 0), (VIEW, 0)]], [(1, 0, (FLOAT32, (8, 8), (8, 1)))])
-# the place of a number in it
-VIEW_AT = 19
+# places of numbers in it
+OPERAND_AT, SCRATCH_AT, COUNT_AT, ARGUMENTS_AT, VIEW_AT = 7, 13, 14, 15, 19
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({0: 2}, "expected code of format 1, got format 2"),
+        ({1: 0}, "expected 1 to 64 tensors given, got 0"),
+        ({2: 1 << 62}, f"expected 0 to 27 in word 2 of code, got {1 << 62}"),
+        ({4: 2}, "expected 2 kernels, got 1"),
+        ({5: 1, 6: 3}, "expected 1 more dimensions of operands, got none"),
+        ({OPERAND_AT: 1 << 32}, f"expected a dtype with bits and lanes, got {1 << 32}"),
+        ({OPERAND_AT + 1: 1}, "expected 1 more dimensions of operands, got none"),
+        ({OPERAND_AT + 2: -3}, "expected lengths and strides from 0 on, got -3"),
+        ({OPERAND_AT + 2: 1 << 61}, f"expected a tensor of up to {2**63 - 1} bytes, got a larger one"),
+        ({OPERAND_AT + 4: 1 << 62}, f"expected a tensor of up to {2**63 - 1} bytes, got a larger one"),
+        ({SCRATCH_AT: -1}, "expected bytes of scratch, got -1"),
+        ({COUNT_AT: 1}, "expected 1 more arguments of launches, got none"),
+        ({COUNT_AT: 3}, "expected a launch of up to 2 arguments, got 3"),
+        ({ARGUMENTS_AT: 5}, "expected a kind from 0 to 4, got 5"),
+        ({ARGUMENTS_AT + 1: 2}, "expected the index of one of 2 tensors, got 2"),
+        ({ARGUMENTS_AT + 3: 1}, "expected the index of one of 1 tensors, got 1"),
+        ({VIEW_AT: 2}, "expected a view of one of 2 tensors, got 2"),
+        ({VIEW_AT + 1: -4}, "expected a view within 256 bytes of tensor 1, got 256 at -4"),
+        ({VIEW_AT + 5: 9}, "expected a view within 256 bytes of tensor 1, got 260 at 0"),
+    ],
+)
+def test_code_that_does_not_hold_together_is_refused(changes: dict[int, int], said: str, maker: host.Maker) -> None:
+    code = [changes.get(place, number) for place, number in enumerate(WHOLE)]
+    assert len(code) == 27
+    maker(tensor(WHOLE), print)
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        maker(tensor(code), print)
 
 
 @pytest.mark.parametrize("length", range(27))

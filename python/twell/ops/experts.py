@@ -47,7 +47,7 @@ from twell.ops.pairs import (
     order,
     slabs,
 )
-from twell.runtime import geometry, specs
+from twell.runtime import geometry, modes, specs
 
 STRATEGIES = ("auto", "dense", "row")
 # The grouped products of PyTorch take fewer groups than this.
@@ -331,11 +331,43 @@ def _grouped(values: Any, weights: Tensor, ends: Tensor, scale: Tensor | None = 
         aligned = pitch % 8 == 0 and weights.stride(0) % 8 == 0 and 1 in weights.stride()[1:]
         products: Tensor = _grouped_mm(values, weights if aligned else weights.contiguous(), offs=ends)
         return products
+    # a graph cannot loop over lengths that it does not know
+    return (_products_in_graphs if modes.compiling() else _products)(values, weights, ends)
+
+
+def _products(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    """The same; or, of others [P, D], values of each expert transposed times others of it -> [E, C, D]."""
     lengths = torch.diff(ends, prepend=ends.new_zeros(1), append=ends.new_full((1,), len(values)))
-    # the host waits for the lengths, and a graph breaks here
-    *parts, rest = torch.split(values, lengths.tolist())
-    found = [part @ weight for part, weight in zip(parts, weights)]
-    return torch.cat([*found, rest.new_zeros(len(rest), weights.shape[2])])
+    # the host waits for the lengths
+    sizes = lengths.tolist()
+    *parts, rest = torch.split(values, sizes)
+    if others.dim() == 2:
+        return torch.stack([part.t() @ other for part, other in zip(parts, torch.split(others, sizes))])
+    found = [part @ weight for part, weight in zip(parts, others)]
+    return torch.cat([*found, rest.new_zeros(len(rest), others.shape[2])])
+
+
+@torch.library.custom_op("twell_internal::expert_products", mutates_args=())
+def _products_in_graphs(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    """``_products`` as one operator, with gradients."""
+    with torch.autocast(values.device.type, enabled=False):
+        return _products(values, others, ends)
+
+
+@_products_in_graphs.register_fake
+def _(values: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    rows = values.shape[:1] if others.dim() == 3 else (ends.shape[0], values.shape[1])
+    return values.new_empty(*rows, others.shape[-1])
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    values, others, ends = ctx.saved_tensors
+    return _products_in_graphs(grad, others.transpose(1, 2), ends), _products_in_graphs(values, grad, ends), None
+
+
+_products_in_graphs.register_autograd(
+    _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 experts = register(
