@@ -87,7 +87,7 @@ def test_dense_takes_what_rows_do_not() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, BF16])
-def test_a_module_that_trains_is_compiled(dtype: torch.dtype) -> None:
+def test_a_module_that_trains_is_compiled_and_exported(dtype: torch.dtype) -> None:
     torch.compiler.reset()
     p = problem(dtype=dtype, gated=True)
 
@@ -103,6 +103,9 @@ def test_a_module_that_trains_is_compiled(dtype: torch.dtype) -> None:
     layer, given = Layer(), (p["x"], p["expert_ids"], p["weights"])
     right = layer(*given)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    many = [{0: torch.export.Dim("tokens", min=2, max=4096)}] * 3
+    exported = torch.export.export(layer, given, dynamic_shapes=many, strict=False)
+    torch.testing.assert_close(exported.module()(*(operand[:4] for operand in given)), right[:4])
     found = []
     for run in (layer, compiled):
         y = run(*given)

@@ -338,7 +338,7 @@ ENTRIES: dict[str, Entry] = {
         partial(autoencoder, activation="topk", k=5),
         MODULE
         | IN_A_MODULE
-        | no("nothing promises it", "mains")
+        | no("nothing promises it", "exported", "mains")
         | no("its weights lie by neurons", "copies: flattened", "copies: rows")
         | no("in training it counts neurons of one number of tokens", "compiled: one graph"),
     ),
@@ -347,7 +347,7 @@ ENTRIES: dict[str, Entry] = {
         partial(autoencoder, activation="jumprelu", threshold=1.5, bandwidth=1.0),
         MODULE
         | IN_A_MODULE
-        | no("nothing promises it", "mains")
+        | no("nothing promises it", "exported", "mains")
         | no("its weights lie by neurons", "copies: flattened", "copies: rows")
         | no("its thresholds stay in float32", "copies: recast", "backward", "surroundings: wider", "autocast"),
     ),
@@ -377,7 +377,7 @@ ENTRIES: dict[str, Entry] = {
         LAYER,
         of_recipe,
         MODULE
-        | no("a step of training", "compiled", "copies", "repeats", "owned", "strides", "opcheck")
+        | no("a step of training", "compiled", "exported", "copies", "repeats", "owned", "strides", "opcheck")
         | no("a step of training", "explain", "empty", "overrides", "autocast", "backward", "mains")
         | no("a step of training", "surroundings: wider", "capture"),
     ),
@@ -387,7 +387,7 @@ ENTRIES: dict[str, Entry] = {
         MODULE
         | no("as its layers", "strides", "surroundings", "autocast", "repeats", "empty", "backward", "owned", "mains")
         | no("as its layers", "overrides")
-        | no("transformers' attention", "capture")
+        | no("transformers' attention", "exported", "capture")
         | no("it has buffers that no state has", "copies: assigned"),
     ),
 }

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 import twell
@@ -57,6 +58,34 @@ def compiled(entry: Entry) -> None:
             call.run.threshold = threshold
             with torch.no_grad():
                 same(graph(**call.given), call())
+
+
+class Holder(nn.Module):
+    """A module with the operands of a call, but those of tokens."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.run = call.run
+        self.others = {a: t for a, t in call.given.items() if a not in tokens_of(call.given)}
+
+    def forward(self, given: dict[str, Tensor]) -> Any:
+        return self.run(**given, **self.others)
+
+
+@torch.no_grad()
+def exported(entry: Entry) -> None:
+    """One exported program, saved and loaded or decomposed, has the bits of eager for any number of tokens."""
+    call = entry.call()
+    given, least = tokens_of(call.given), 0 if "exported: no tokens" not in entry.absent else 1
+    sizes = ({a: {0: Dim("m", min=least, max=4096)} for a in given},)
+    file, programs = io.BytesIO(), []
+    for strict in (False, True):
+        programs.append(torch.export.export(Holder(call), (given,), dynamic_shapes=sizes, strict=strict))
+    torch.export.save(programs[0], file)
+    loaded = torch.export.load(io.BytesIO(file.getvalue())).module()
+    for program in (loaded, programs[1].run_decompositions().module()):
+        for m in (24, 1, 9, least):
+            same(program(rows(given, m)), call(**rows(given, m)))
 
 
 def saved(module: nn.Module) -> Any:
@@ -398,7 +427,7 @@ ON_GPU = {"capture": capture}
 HABITS = {
     habit.__name__: habit
     for habit in (
-        *(compiled, copies, repeats, owned, strides, memory, surroundings, opcheck, explain, empty),
+        *(compiled, exported, copies, repeats, owned, strides, memory, surroundings, opcheck, explain, empty),
         *(derivatives.transforms, derivatives.overrides, derivatives.autocast, derivatives.backward, derivatives.mains),
     )
 }

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from twell import ops
@@ -33,6 +34,10 @@ class Aux(NamedTuple):
 
     l1: Tensor
     l0: Tensor
+
+
+# so that exported programs that return it can be saved
+pytree._register_namedtuple(Aux, serialized_type_name="twell.Aux")
 
 
 class Made(NamedTuple):
@@ -232,7 +237,8 @@ def dense_aux(hidden: Tensor, gate: Tensor, activation: Activation, nonzeros: Te
 
 
 def per_token(l1: Any, nonzeros: Any, tokens: int) -> Aux:
-    least = max(tokens, 1)
+    # an exported graph has no guard for the case of no tokens, and takes max(tokens, 1) for tokens
+    least: Any = torch.full_like(nonzeros, tokens).clamp(min=1) if modes.exporting() else max(tokens, 1)
     return Aux(l1 / least, nonzeros.float() / least)
 
 

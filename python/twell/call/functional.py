@@ -120,9 +120,9 @@ def sparse_gated_ffn(
     ``twell.call.sharding`` has the rules.
 
     "auto" is "dense", with PyTorch's derivatives, under transforms of torch.func (grad, jvp, vmap and those made of
-    them), for operands with a forward-mode tangent, and under torch.export. Named sparse strategies raise
-    NotImplementedError there. An operand of a class, or a TorchFunctionMode, that overrides PyTorch's operators makes a
-    call dense, after a warning.
+    them), for operands with a forward-mode tangent, and under torch.export where a gradient is needed. Named sparse
+    strategies raise NotImplementedError there; export them under ``torch.no_grad()``. An operand of a class, or a
+    TorchFunctionMode, that overrides PyTorch's operators makes a call dense, after a warning.
 
     Raises TypeError, ValueError or NotImplementedError naming what was got and expected; a second derivative raises
     NotImplementedError unless ``strategy`` is "dense".
@@ -243,7 +243,7 @@ def sparse_up_down(
     the gate is. For backward a call keeps its operands and the gate in the hybrid format.
 
     All operands are of one dtype and on one device, as in ``twell.sparse_gated_ffn``. Tensors that override PyTorch's
-    operators, DTensors, transforms of torch.func and exports run dense by "auto"; a named strategy
+    operators, DTensors, transforms of torch.func and exports with gradients run dense by "auto"; a named strategy
     raises NotImplementedError in the latter two. Raises TypeError, ValueError or NotImplementedError naming what was
     got and expected.
     """
@@ -497,8 +497,10 @@ def _gathered(facts: Facts, operands: Mapping[str, Tensor], layer: Layer) -> Fac
         k=k,
         dtype=x.dtype,
         device=x.device.type,
+        needing=tuple(needing_grad(operands)),
         transformed=modes.transform_of(operands, facts.training),
         overridden=overridden(operands) or ("DTensors" if gives and sharded(operands) else ""),
+        onnx=modes.to_onnx(),
         exporting=modes.exporting(),
         tracing=modes.tracing(tokens_of(x)),
         sliced=not gives,

@@ -29,10 +29,10 @@ class Facts(NamedTuple):
     ``AutoStrategy``, which is the ``site``. screen: whether "union" screens, or "auto" may. n, k: sizes of the layer;
     None where they are known to fit. dtype, device: the dtype of the operands, after autocast, and the type
     of their device. imposed: why "auto" is dense on this device (``cards.imposed``). training: whether a gradient will
-    be needed. moving: whether the threshold is a tensor. called: whether the
+    be needed. needing: the operands that require it. moving: whether the threshold is a tensor. called: whether the
     layer must call its projections, since one is more than a weight and a bias. transformed, overridden: what asks for
-    a transform, or overrides PyTorch's operators, in words. exporting, tracing: whether the call is traced for
-    ``torch.export`` or ONNX, or at all. float8: whether weights are e4m3 with scales. sliced: whether a layer of more
+    a transform, or overrides PyTorch's operators, in words. onnx, exporting, tracing: whether the call is traced for
+    ONNX, for ``torch.export``, or at all. float8: whether weights are e4m3 with scales. sliced: whether a layer of more
     neurons than a packed index names may run as slices.
     """
 
@@ -48,10 +48,12 @@ class Facts(NamedTuple):
     device: str = "cuda"
     imposed: str = ""
     training: bool = False
+    needing: tuple[str, ...] = ()
     moving: bool = False
     called: bool = False
     transformed: str = ""
     overridden: str = ""
+    onnx: bool = False
     exporting: bool = False
     tracing: bool = False
     float8: bool = False
@@ -123,7 +125,7 @@ def plan(facts: Facts) -> Route | Refusal:
         return Route("dense", reason="it was named")
     if facts.n is not None and (refusal := unpackable(facts)):
         return refusal
-    if facts.transformed or facts.exporting:
+    if facts.transformed or facts.onnx or (facts.exporting and facts.training):
         return _without_kernels(facts, asked)
     if facts.overridden:
         if invariant:
@@ -219,7 +221,18 @@ def _beyond_kernels(facts: Facts) -> Route | Refusal:
 def _without_kernels(facts: Facts, asked: str) -> Route | Refusal:
     """The answer for a transform or an export, which the sparse operators do not support."""
     if asked == "auto":
-        return Route("dense", reason="transforms of torch.func and exports are dense")
-    instead = 'use strategy="dense", or "auto", which is dense then'
-    why = f"takes plain tensors, got {facts.transformed}" if facts.transformed else "cannot be exported"
-    return _refusal(NotImplementedError, facts, f'strategy="{asked}" {why}; {instead}')
+        return Route("dense", reason="transforms of torch.func and exports of this kind are dense")
+    if facts.transformed:
+        why = f'takes plain tensors, got {facts.transformed}; use strategy="dense", or "auto", which is dense then'
+    elif facts.onnx:
+        why = (
+            "cannot be exported to ONNX, which has no such operators; export with "
+            'strategy="dense", or "auto", which is dense then, or by torch.export'
+        )
+    else:
+        why = (
+            "exports inference alone, got grad mode and operands that require grad "
+            f"({', '.join(facts.needing)}); export under torch.no_grad(), with frozen weights or with "
+            'strategy="dense"'
+        )
+    return _refusal(NotImplementedError, facts, f'strategy="{asked}" {why}')

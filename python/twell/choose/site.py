@@ -208,11 +208,12 @@ class AutoStrategy:
     is a matter of timing: name a strategy for bitwise repeatable runs. A CUDA graph keeps the strategy that the figures
     before its capture choose, by the GPU's time alone; without figures one of up to 512 tokens that are not one pass is
     dense. A compiled graph that trains keeps its strategy, too. Neither measures, so make them after some calls, or
-    name the strategy. A compiled or traced graph without gradients has the choice inside if it was made on a GPU, since
-    on a CPU it is dense: it calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's first
-    weight, counts, measures and chooses each time it runs. Where there is no site, it gets a new one. Under activation
-    checkpointing, training keeps its choice until the backward pass is through, so that the recomputation runs the
-    strategy of the forward pass; the recomputation neither counts as a call nor measures.
+    name the strategy. A compiled, traced or exported graph without gradients has the choice inside if it was made on a
+    GPU, since on a CPU it is dense: it calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's
+    first weight, counts, measures and chooses each time it runs. Where there is no site, as in a program loaded by
+    another process, it gets a new one. Under activation checkpointing, training keeps its choice until the backward
+    pass is through, so that the recomputation runs the strategy of the forward pass; the recomputation neither counts
+    as a call nor measures.
 
     A copy, and one that was pickled, starts anew.
     """

@@ -120,14 +120,15 @@ def run(layer: Any, x: Tensor, with_aux: bool) -> Any:
     children = [layer._modules[name] for name in layer._projections]
     trains = x.requires_grad or any(p.requires_grad for child in children for p in child.parameters())
     how = layer.intermediate, layer.hidden + way.added, dtype, x.device, torch.is_grad_enabled() and trains
-    met: dict[str, Any] = {"exporting": modes.exporting(), "tracing": modes.tracing(m)}
+    met: dict[str, Any] = {"onnx": modes.to_onnx(), "exporting": modes.exporting(), "tracing": modes.tracing(m)}
     # weights may be of the transform, too
     transformed = "a call inside a transform" if modes.transforming() else ""
     answer = planned(layer, *how, site=True, transformed=transformed, overridden=overridden({"x": x}), **met)
     if isinstance(answer, Refusal):
         return answer.message
     copies = auto and (way.added or way.dequantised)
-    if answer.strategy == "dense" or (copies and m < FEWEST_TOKENS):
+    # an exported program has no guard for the number of tokens
+    if answer.strategy == "dense" or (copies and (modes.exporting() or m < FEWEST_TOKENS)):
         return ""
     return _run(layer, way, x, dtype, with_aux)
 

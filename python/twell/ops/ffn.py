@@ -2,7 +2,7 @@
 
 "auto" chooses by the number of tokens and, with ``site``, by what calls of the layer have measured; such a call may
 measure, too. ``site`` is the first weight as the caller holds it: the layer's ``AutoStrategy`` is found by its memory.
-So one compiled graph is for any number of tokens and for any layer of one kind, keeps choosing, and keeps
+So one compiled or exported graph is for any number of tokens and for any layer of one kind, keeps choosing, and keeps
 nothing of the process that made it. A CUDA graph keeps what ran when it was captured. ``ffn_aux`` also returns the sum
 of |h| and the number of non-zeros.
 

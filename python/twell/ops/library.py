@@ -256,7 +256,14 @@ def new(like: Tensor, shapes: Iterable[Shape]) -> list[Any]:
 
 
 def blocks(m: int, size: int) -> int:
-    """ceil(m / size), the length of outputs that have one element per ``size`` tokens."""
+    """ceil(m / size), the length of outputs that have one element per ``size`` tokens.
+
+    Graphs exported for a symbolic ``m`` get a new symbol, whose value comes with the output. torch compares every
+    length with 1, and for an expression of ``m`` that would cut the range of ``m`` at ``size``. torch.compile gets the
+    expression, and makes a graph for each side: with a new symbol it would record no CUDA graph.
+    """
+    if isinstance(m, torch.SymInt) and modes.exporting():
+        return torch.library.get_ctx().new_dynamic_size()
     return -(-m // size)
 
 

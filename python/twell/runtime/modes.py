@@ -40,12 +40,17 @@ def constant(function: _F) -> _F:
 
 @constant
 def exporting() -> bool:
-    """Whether ``torch.export`` traces this call, or ``torch.jit`` for an ONNX file."""
+    """Whether ``torch.export`` traces this call."""
     # torch 2.11 makes this true in all code that Dynamo traces, exported or not
-    if torch.compiler.is_exporting():
-        return True
+    return torch.compiler.is_exporting()
+
+
+@constant
+def to_onnx() -> bool:
+    """Whether this call is traced for an ONNX file."""
     # in traces alone, since the question imports the exporter
-    return torch._C._get_tracing_state() is not None and torch.onnx.is_in_onnx_export()
+    traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
+    return traced and torch.onnx.is_in_onnx_export()
 
 
 def jit_tracing() -> bool:
