@@ -104,7 +104,8 @@ def known(operands: Sequence[Any], how: How) -> Tensor | None:
         site = how.strategy
         if bucket.version != made.version or not site.heeds(x) or not site.counted(bucket):
             return None
-    return made.run(*operands)
+    y: Tensor | None = made.run(*operands)
+    return y
 
 
 def note(operands: Sequence[Any], how: How, training: bool, run: Run, route: Route, chosen: bool) -> None:

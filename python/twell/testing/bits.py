@@ -92,7 +92,7 @@ def defined_parts(kept: Tensor, m: int, n: int, up: torch.dtype | None) -> dict[
         "entries": parts.entries[:capacity].where(some, 0),
     }
     if up is not None:
-        found["up"] = hybrid.values(parts.entries, capacity, up, 1)[0].where(some, 0)
+        found["up"] = hybrid.values(parts.entries, capacity, up).where(some, 0)
     return found
 
 
