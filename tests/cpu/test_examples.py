@@ -1,5 +1,6 @@
 """The scripts of examples/: a run learns, goes on with the same bits, draws its chart and says what it cannot do."""
 
+import functools
 import json
 import os
 import random
@@ -16,11 +17,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import nanochat
 import relufy
 import train
 import transformers
 from runs import Sequences, Text, new_tokenizer, tokenised
 
+import twell
 from twell import recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread", "seeded")
@@ -384,3 +387,37 @@ def test_relufy_says_what_it_cannot_do(
 ) -> None:
     assert relufied(kind, *more) == 2
     assert message in capsys.readouterr().err
+
+
+# nanochat.py
+
+
+@pytest.mark.parametrize("strategy", ["auto", "union"])
+def test_a_loop_of_ones_own_goes_on_with_the_same_bits(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    def looped(out: str, *more: object) -> int:
+        small = "--depth 2 --heads 1 --vocab 300 --sequence 32 --batch 4 --steps 24 --every 4 --nnz 12".split()
+        return nanochat.main(["--text", str(text), "--out", str(tmp_path / out), *small, *map(str, more)])
+
+    monkeypatch.setattr(twell, "sparsify_", functools.partial(twell.sparsify_, strategy=strategy))
+    assert looped("whole") == 0
+    lines = log(tmp_path / "whole")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
+    assert lines[-1]["sparsity_l0"] < lines[0]["sparsity_l0"]
+    assert (tmp_path / "whole" / "chart.png").exists()
+    plain, calls = torch.optim.Muon.step, [0]
+
+    def step(self: Any, *given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 11:
+            raise KeyboardInterrupt
+        return plain(self, *given)
+
+    monkeypatch.setattr(torch.optim.Muon, "step", step)
+    assert looped("out") == 130
+    assert looped("out") == 0
+    assert calls[0] == 11 + 16
+    assert log(tmp_path / "out") == lines
+    assert looped("out", "--nnz", 20) == 2
+    assert looped("none", "--text", "/nowhere") == 2
