@@ -208,23 +208,46 @@ def fsdp1(device: torch.device) -> None:
                     torch.testing.assert_close(p.detach(), (q - q.grad).detach())
 
 
-def figures_of_ranks(device: torch.device) -> None:
-    """DDP gives all ranks the figures of the first one; ranks may have no tokens."""
+def figures_of_ranks(device: torch.device, broadcast: bool, compiled: bool) -> None:
+    """Neurons that fire on one rank are alive on all, and a rank without tokens changes no threshold."""
     torch.manual_seed(0)
     sae = twell.nn.SparseAutoencoder(64, 128, activation="batchtopk", k=2.5, device=device)
-    wrapped = DistributedDataParallel(sae)
-    for size in (24, 9):
-        x = torch.randn(0 if dist.get_rank() else size, 64, device=device)
-        wrapped(x).sum().backward()
-    own = int(sae.tokens_since_fired.max())
-    assert own == (24 if dist.get_rank() else 33)
-    for p in sae.parameters():
-        if p.grad is not None:
-            assert p.grad.isfinite().all()
+    with torch.no_grad():
+        sae.b_enc.fill_(-0.5)
+    own: nn.Module = torch.compile(sae, backend="aot_eager", fullgraph=True) if compiled else sae  # type: ignore[assignment]
+    wrapped = DistributedDataParallel(own, broadcast_buffers=broadcast)
+    alive, threshold, tokens = torch.zeros(128, dtype=torch.bool, device=device), torch.zeros(()), 0
+    for sizes in ((24, 24), (9, 0), (0, 17), (0, 0)):
+        every = [
+            torch.randn(size, 64, generator=torch.Generator().manual_seed(size + r)).to(device)
+            for r, size in enumerate(sizes)
+        ]
+        wrapped(every[dist.get_rank()]).sum().backward()
+        codes = [sae.encode(x) for x in every]
+        least = [each[each > 0].min() for each in codes if len(each)]
+        alive |= torch.cat(codes).any(0)
+        if least:
+            threshold = threshold.lerp(torch.stack(least).mean().cpu(), sae.threshold_rate)
+        tokens += sum(sizes)
+    assert 0 < alive.sum() < 128
+    assert torch.equal(sae.dead(tokens), ~alive)
+    torch.testing.assert_close(sae.threshold.cpu(), threshold)
+    # outside DDP a rank counts its own tokens, and waits for no other
+    if dist.get_rank() == 0:
+        sae(every[0].new_zeros(3, 64))
+        assert int(sae.tokens_since_fired.max()) == tokens + 3
+    # nor in the forward pass of a model that runs it by a hook
+    before, size = int(sae.tokens_since_fired.max()), 2 + dist.get_rank()
+    other = nn.Linear(64, 64, device=device)
+    other.register_forward_hook(lambda module, given, y: (sae(given[0]), y)[1])
+    DistributedDataParallel(other)(torch.zeros(size, 64, device=device))
+    assert int(sae.tokens_since_fired.max()) == before + size
 
 
-def test_figures_of_an_autoencoder(two: Run) -> None:
-    two(figures_of_ranks)
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers`")
+@pytest.mark.parametrize(("broadcast", "compiled"), [(True, False), (False, False), (True, True)])
+def test_figures_of_an_autoencoder(two: Run, broadcast: bool, compiled: bool) -> None:
+    two(figures_of_ranks, broadcast, compiled)
 
 
 def test_fsdp_from_meta_in_mixed_precision_with_figures(two: Run) -> None:

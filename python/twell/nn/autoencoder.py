@@ -81,9 +81,8 @@ class SparseAutoencoder(nn.Module):
         apply_b_dec_to_input: whether ``b_dec`` is subtracted from x, in its dtype. Transcoders do not.
         strategy: as in ``twell.sparse_ffn``; "auto" is an ``AutoStrategy`` of the module's own.
 
-    In ``train`` mode a call counts who fires: ``tokens_since_fired``, int64 [d_sae], in the state dict, and 0 where
-    that has none. DDP gives all ranks the first one's buffers, and so its figures. Casts leave ``threshold`` float32.
-    Raises TypeError or ValueError for other values.
+    In ``train`` mode a call counts who fires, in DDP on any rank: ``tokens_since_fired``, int64 [d_sae], in the state
+    dict, and 0 where that has none. Casts leave ``threshold`` float32. Raises TypeError or ValueError for other values.
     """
 
     # where users find it, pickles included
@@ -307,12 +306,29 @@ class SparseAutoencoder(nn.Module):
 
     @torch.no_grad()
     def _note(self, fired: Tensor, tokens: Any, least: Tensor | None) -> None:
-        """Count the tokens of a call, and move the threshold of "batchtopk" towards ``least``, if there is one."""
+        """Count the tokens of a call, and move the threshold of "batchtopk" towards ``least``, if there is one.
+
+        In a forward pass of DDP tokens are those of all ranks, which send one message, and ``least`` is their mean.
+        """
+        if (ddp := modes.data_parallel()) is not None and self._is_within_ddp():
+            found = fired.new_zeros((), dtype=torch.float64) if least is None else least.double()
+            known = found.isfinite()
+            own = torch.stack([torch.full_like(found, tokens), torch.where(known, found, 0), known.double()])
+            message = torch.cat([fired.double(), own])
+            torch.distributed.all_reduce(message, group=ddp.process_group)
+            fired, tokens = message[:-3], message[-3].long()
+            # without one it is NaN
+            least = None if least is None else (message[-2] / message[-1]).to(least.dtype)
         self.tokens_since_fired.add_(tokens).masked_fill_(fired > 0, 0)
         if least is not None:
             assert self.threshold is not None
             moved = self.threshold.lerp(least, self.threshold_rate)
             self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
+
+    @torch._disable_dynamo  # type: ignore[attr-defined]
+    def _is_within_ddp(self) -> bool:
+        """Whether the model that DDP runs now holds this module, and does not call it as another one's hook."""
+        return any(each is self for each in modes.data_parallel().module.modules())
 
     @torch.no_grad()
     def normalize_decoder_(self) -> None:
@@ -381,6 +397,10 @@ class SparseAutoencoder(nn.Module):
         """As torch, of state dicts without ``tokens_since_fired``, too."""
         state_dict.setdefault(f"{prefix}tokens_since_fired", torch.zeros_like(self.tokens_since_fired))
         super()._load_from_state_dict(state_dict, prefix, *how)
+
+
+# the mark of torch.compiler.assume_constant_result: tracing need not follow a walk through a model
+SparseAutoencoder._is_within_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _keep_rows(module: SparseAutoencoder, incompatible_keys: Any) -> None:

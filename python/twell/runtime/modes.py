@@ -183,6 +183,15 @@ def checkpointed() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def data_parallel() -> Any:
+    """The ``DistributedDataParallel`` whose forward pass runs this call, or None.
+
+    None while its ``join`` lets ranks stop at different calls.
+    """
+    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    return None if ddp is None or ddp._join_config.enable else ddp
+
+
 def in_backward() -> bool:
     """Whether a backward pass runs this call, as the recomputation of a checkpoint."""
     return torch._C._current_graph_task_id() != -1
