@@ -77,7 +77,7 @@ def test_library_that_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not state["kernels"]["loads"]
     text = "\n".join(info.lines(state))
     assert "2 for sm_90a" in text
-    assert state["kernels"]["symbols"] == ("gate_pack_bf16_t144", "unpack_bf16")
+    assert state["kernels"]["symbols"] == ["gate_pack_bf16_t144", "unpack_bf16"]
     assert "note: " in text
 
 
