@@ -105,10 +105,10 @@ def misfits(arguments: dict[str, Any]) -> list[tuple[str, type[Exception], Any]]
         if not isinstance(tensor, Tensor):
             continue
         found.append((name, ValueError, tensor[None]))
-        if tensor.dim():
+        if tensor.dim() and name != "matrix":
             # one column, or one value, less
             found.append((name, ValueError, tensor.narrow(-1, 0, tensor.shape[-1] - 1)))
-        if name != "ids":
+        if name not in ("matrix", "ids"):
             found.append((name, TypeError, tensor.to(torch.int64 if not tensor.is_floating_point() else torch.float64)))
     return found
 
@@ -158,9 +158,10 @@ def checked_calls(m: int = 130) -> list[tuple[Any, dict[str, Any]]]:
 
 @pytest.mark.parametrize("fake", [False, True])
 def test_operands_that_do_not_fit_each_other_are_refused_by_name(fake: bool) -> None:
-    """Each operand of those that engines call with a wrong dimension, value or dtype, real and fake."""
-    assert {op._opname for op, _ in checked_calls()} == set(ops.__all__)
-    for op, arguments in [each for each in checked_calls() if each[0] in (ops.ffn, ops.ffn_aux, ops.experts)]:
+    """Each operand of each operator with a wrong dimension, value or dtype, real and fake."""
+    tried = {op._opname for op, _ in checked_calls()}
+    assert tried == set(ops.__all__)
+    for op, arguments in checked_calls():
         for name, error, operand in misfits(arguments):
             given = (arguments | {name: operand}).values()
             with pytest.raises(error, match=r" must (be|have) .*, got "):  # noqa: PT012
@@ -185,9 +186,17 @@ def test_sizes_and_dtypes_that_kernels_do_not_take_are_refused() -> None:
     """All operands change at once, so they fit each other."""
     for k, n, dtype, text in ((63, 64, BF16, "multiple of 8 values"), (64, 60, BF16, "multiple of 8 rows")):
         o = operands(3, n, k, dtype=dtype)
+        for op, how in ((ops.ffn, ("union", None)), (ops.hybrid_forward, ())):
+            with pytest.raises(ValueError, match=text):
+                op(o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None, None, 8, *how)
         with pytest.raises(ValueError, match=text):
-            ops.ffn(o["x"], o["w_gate"], o["w_up"], o["w_down"], None, None, None, 8, "union", None)
-    for op, arguments in [each for each in checked_calls() if each[0] in (ops.ffn, ops.ffn_aux, ops.experts)]:
+            ops.gate_pack(o["x"], o["w_gate"], None, 8)
+    with pytest.raises(ValueError, match="n must be a multiple of 8, got 60"):
+        ops.unpack(*ops.gate_pack(*(operands(3, 64, 64)[name] for name in ("x", "w_gate")), None, 8)[:2], 60, 8)
+    for op, arguments in checked_calls():
+        others = "matrix_transpose", "window", "reglu", "hybrid", "ward"
+        if any(word in op._opname for word in others):
+            continue
         given = [a.float() if isinstance(a, Tensor) and a.dtype == BF16 else a for a in arguments.values()]
         with pytest.raises(TypeError, match=r"must be (torch\.)?bfloat16(,? or .*)?, got torch\.float32"):
             op(*given)

@@ -334,9 +334,11 @@ def test_a_threshold_screens_as_well_as_a_bias(dtype: torch.dtype) -> None:
 
 
 def test_what_screens_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The portable family."""
+    """Other dtypes, and the portable family."""
     p = testing.integer_problem(4, 72, 264)
     torch.library.opcheck(ops.hybrid_forward, (*p, 8, 0, "relu", 0.0, True))
+    with pytest.raises(TypeError, match="x must be bfloat16 or float16"):
+        ops.hybrid_forward(*(None if t is None else t.float() for t in p), 8, 0, screen=True)
     monkeypatch.setattr(device, "capability", lambda index: (8, 9))
     with pytest.raises(NotImplementedError) as refusal:
         sys.modules["twell.ops.ffn"].on_cuda(Layer(*p), 8, RELU, Route("union", screen=True), False)

@@ -105,7 +105,7 @@ def test_scratch_of_an_overfull_backward() -> None:
     assert geometry.overflow_tokens(30000, 65536, 16384, 2, 2) == 1024
 
 
-def test_slices_share_what_is_kept() -> None:
+def test_kept_of_another_layer_is_refused() -> None:
     x = torch.zeros(130, K, dtype=torch.bfloat16)
     for held in (0, 1, 7, 200):
         kept = torch.zeros(hybrid.words(x, N, False, held), dtype=torch.int32)
@@ -113,3 +113,5 @@ def test_slices_share_what_is_kept() -> None:
         assert [(first, last) for first, last, *_ in found] == geometry.neuron_slices(N)
         assert found[-1][2].data_ptr() + 4 * len(found[-1][2]) == kept.data_ptr() + 4 * len(kept)
         assert all(own.data_ptr() % 256 == kept.data_ptr() % 256 for _, _, own, _ in found)
+    with pytest.raises(ValueError, match=r"kept must be \[\d+\] for 130 tokens"):
+        hybrid.split(kept[:-1], x, N, False)

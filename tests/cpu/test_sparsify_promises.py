@@ -14,6 +14,7 @@ from ffns import NAMES, Block, Gated, K, Literal, N, Pair, Plain, take, tokens
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import twell
 from twell.integrations.sparsify import SparseDown, known, layers, sparsify_
 from twell.nn.layers import SparseGatedMLP
 
@@ -267,23 +268,24 @@ def spread(m: nn.Module, **options: Any) -> nn.Module:
     [(Gated, True), (Block, False), (lambda: nn.TransformerEncoderLayer(K, 4, N, 0.0, batch_first=True), True)],
 )
 def test_hooks_that_move_tensors_work_on(form: Callable[[], nn.Module], before: bool) -> None:
-    m = nn.Sequential(form(), nn.LayerNorm(K)).eval()
-    expected = m(tokens())
+    m = nn.Sequential(form(), nn.LayerNorm(K)).eval().to(torch.bfloat16)
+    expected = m(tokens(torch.bfloat16))
     if before:
         spread(m)
     names: Any = [*NAMES, ("linear1", "linear2")]
     sparsify_(m, names=names, strategy="union")
     if not before:
         spread(m)
-    torch.testing.assert_close(m(tokens()), expected)
+    torch.testing.assert_close(m(tokens(torch.bfloat16)), expected, rtol=2**-6, atol=2**-6)
     (layer,) = layers(m).values()
     assert layer._is_plain()
     hooks = [inner._hf_hook for inner in m.modules() if "_hf_hook" in vars(inner)]
     assert layer._hf_hook in hooks
     moved: list[Any] = []
     layer._hf_hook.pre_forward = lambda module, *args, **kwargs: (moved.append(module), (args, kwargs))[1]
-    m(tokens())
+    m(tokens(torch.bfloat16))
     assert moved == [layer]
+    assert {row.strategy for row in twell.explain(m)} != {"dense"}
 
 
 @pytest.mark.parametrize("form", [Gated, Block])

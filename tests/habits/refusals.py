@@ -101,6 +101,11 @@ def operands(*names: str, **others: Any) -> Callable[[], Arguments]:
     return lambda: {name: torch.ones(shapes[name], dtype=BF16) if name in shapes else None for name in names} | others
 
 
+def packed() -> Arguments:
+    words, spill, _ = twell.ops.gate_pack(torch.ones(9, K).to(BF16), torch.ones(N, K).to(BF16), None, 8)
+    return {"words": words, "spill": spill, "compression": 8}
+
+
 LAYER = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 
 
@@ -200,7 +205,10 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], Arguments] | None]] = {
         lambda state: recipe.TargetThreshold(layer(), 5, 10).load_state_dict(state),
         lambda: {"state": recipe.TargetThreshold(layer(), 5, 10).state_dict()},
     ),
+    "ops.gate_pack": (operator("gate_pack"), operands("x", "w_gate", "b_gate", compression=8)),
+    "ops.unpack": (operator("unpack"), lambda: packed() | {"n": N}),
     "ops.ffn": (operator("ffn"), operands(*LAYER, compression=8, strategy="row", site=None)),
+    "ops.hybrid_forward": (operator("hybrid_forward"), operands(*LAYER, compression=8)),
     "ops.ffn_aux": (operator("ffn_aux"), operands(*LAYER, compression=8, strategy="row", site=None)),
     "plan": (lambda **facts: routed(Facts("a_call", **facts)), dict),
     "Case": (Case.of, lambda: {"line": "layer"}),

@@ -215,7 +215,7 @@ class AutoStrategy:
     pass is through, so that the recomputation runs the strategy of the forward pass; the recomputation neither counts
     as a call nor measures.
 
-    A copy, and one that was pickled, starts anew.
+    Copies and pickles have no figures.
     """
 
     def __init__(self, *, period: int = 64, screen: Screen = "auto") -> None:

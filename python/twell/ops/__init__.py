@@ -1,8 +1,7 @@
 """The registered operators, ``torch.ops.twell.*``: one file each with schema, shapes, fake, CPU and CUDA code.
 
-They take matrices, [M, K] tokens and [N, K] weights with one row per neuron, and have no gradient. ``ffn``, ``ffn_aux``
-and ``experts``, which engines call, check shapes but not limits; the others trust their callers.
-``twell.call.autograd`` joins forward to backward, and users come through ``twell.call.functional``.
+They take matrices, [M, K] tokens and [N, K] weights with one row per neuron, check shapes but not limits, and have no
+gradient: ``twell.call.autograd`` joins forward to backward, and users come through ``twell.call.functional``.
 """
 
 from twell.ops.experts import experts

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from twell.base.activation import Activation, activation_of, threshold_pair
 from twell.choose import tuning
-from twell.ops.library import Shape, bias_view, laid_bias, new, register, rows
+from twell.ops.library import Shape, bias_view, check_layer, laid_bias, new, register, rows
 from twell.ops.operands import Layer, Scaled, bias_alone, has_thresholds, launched, opened, run
 from twell.ops.pack import Packed, fill_on_cpu, find_levels, pack_gate
 from twell.ops.pack import shapes as packed_shapes
@@ -40,6 +40,7 @@ def scratch(p: Program, x: View | Scaled, m: int, w_gate: View | Scaled, compres
 
 
 def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
+    check_layer(x, w_gate, b_gate=b_gate)
     activation_of("fatrelu", threshold).level(x.dtype)
     return outputs(x, w_gate, compression)
 

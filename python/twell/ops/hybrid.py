@@ -32,7 +32,7 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, threshold_pair
 from twell.choose import tuning
-from twell.ops.library import bias_view, down_rows
+from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_operands, down_rows
 from twell.ops.operands import Gradients, Layer, bias_alone, opened
 from twell.runtime import geometry, specs
 from twell.runtime.program import Program, View
@@ -101,15 +101,20 @@ def words_of_slice(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
 
 
 def split(kept: Tensor, x: Tensor, n: int, gated: bool) -> list[tuple[int, int, Tensor, int]]:
-    """(first, end, kept, held) of the slices of ``n`` neurons.
+    """(first, end, kept, held) of the slices of ``n`` neurons; ValueError if ``kept`` is not of such a layer.
 
     held: non-zeros per token for which the ``kept`` of a slice has room, as it is for a layer of its own.
     """
+    if len(kept.shape) != 1:
+        raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
     slices = geometry.neuron_slices(n)
     if len(slices) == 1:
         return [(0, n, kept, 0)]
     # the least for which it has this length, which may be a little less than what it was made for
     held = bisect.bisect_left(range(1, n), len(kept), key=lambda each: words(x, n, gated, each)) + 1
+    expected = words(x, n, gated, held)
+    if len(kept) != expected:
+        raise ValueError(f"kept must be [{expected}] for {x.shape[0]} tokens of {n} neurons, got {list(kept.shape)}")
     found, at = [], 0
     for first, last in slices:
         at = -(-at // _PLACE) * _PLACE
@@ -174,6 +179,40 @@ def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
     m = x.shape[0]
     found = [parts(own, m, last - first).popularity for first, last, own, _ in split(kept, x, n, gated)]
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def check_backward(given: Backward) -> None:
+    """Raise unless the operands of backward fit each other."""
+    dy, dl1, layer, kept, _ = given
+    check_operands(layer)
+    tokens, (n, k) = layer.tokens, layer.w_down.shape
+    check("dy", dy, (tokens.shape[0], k), tokens.dtype)
+    if dl1 is not None:
+        check("dl1", dl1, (), torch.float32)
+    if layer.gate is None:
+        check_kept(tokens, n, layer.w_up is not None, kept)
+    else:
+        check_kept_of_slice(tokens, n, layer.w_up is not None, kept)
+
+
+def check_first(first: int, columns: int) -> None:
+    """Raise ValueError unless gradients of weights may be wanted from column ``first`` on."""
+    if first % STRIDE_MULTIPLE or not 0 <= first < max(columns, 1):
+        raise ValueError(f"first must be a multiple of {STRIDE_MULTIPLE} below {columns} columns, got {first}")
+
+
+def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
+    """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
+    if len(kept.shape) != 1:
+        raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
+    for first, last, own, _ in split(kept, x, n, gated):
+        check_kept_of_slice(x, last - first, gated, own)
+
+
+def check_kept_of_slice(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
+    """The same of neurons that are one slice."""
+    held = geometry.hybrid_words(capacity_of(x, n, gated, kept), 2 * gated)
+    check("kept", kept, (_places(x.shape[0], n)[1] + held,), torch.int32)
 
 
 def require_offsets(m: int, n: int) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from twell.base.activation import activation_of
 from twell.ops import hybrid
 from twell.ops.hybrid import Backward
-from twell.ops.library import ACTIVATION, Implementation, flat, has_rows, laid, register, rows
+from twell.ops.library import ACTIVATION, Implementation, check, check_matrix, flat, has_rows, laid, register, rows
 from twell.ops.operands import Gradients, Layer, Mains, Views, run
 from twell.ops.slices import Added, is_sliced
 from twell.runtime import specs
@@ -56,20 +56,25 @@ BACKWARD = (
 )
 
 
-def _given(operands: Sequence[Any], name: str, threshold: float, gate: Tensor | None = None) -> Backward:
-    """The operands of ``BACKWARD``, and the activation."""
+def _checked(operands: Sequence[Any], name: str, threshold: float, gate: Tensor | None = None) -> Backward:
+    """The operands of ``BACKWARD``, and the activation; raises unless they fit each other."""
     dy, dl1, *own, kept = operands
     layer = Layer(*own)._replace(gate=gate)
-    return Backward(dy, dl1, layer, kept, activation_of(name, threshold, layer.w_up is not None, top_k=gate is None))
+    activation = activation_of(name, threshold, layer.w_up is not None, top_k=gate is None)
+    activation.level(layer.w_down.dtype)
+    given = Backward(dy, dl1, layer, kept, activation)
+    hybrid.check_backward(given)
+    return given
 
 
 def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Implementation:
-    """What fills gradients as a function of the schema's arguments."""
+    """What fills checked gradients as a function of the schema's arguments."""
 
     def filled(*arguments: Any) -> Outputs:
         input_grad, weight_grad, name, threshold, first, gate, gate_grad = arguments[9:]
-        given = _given(arguments[:9], name, threshold, gate)
+        given = _checked(arguments[:9], name, threshold, gate)
         layer = given.layer
+        hybrid.check_first(first, layer.w_down.shape[1])
         gradients = outputs(layer, (input_grad, *[weight_grad] * 5))
         if gate_grad and gate is not None:
             gradients = gradients._replace(gate=torch.zeros_like(gate, memory_format=torch.contiguous_format))
@@ -88,9 +93,15 @@ def _adding(implementation: Callable[[Backward, Mains, Gradients], None]) -> Imp
 
     def added(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         main_gate, main_up, main_down, input_grad, name, threshold, as_stored = arguments[9:]
-        given, mains = _given(arguments[:9], name, threshold), Mains(main_gate, main_up, main_down)
+        given, mains = _checked(arguments[:9], name, threshold), Mains(main_gate, main_up, main_down)
         layer = given.layer
+        if (main_up is None) != (layer.w_up is None):
+            there, missing = ("w_up", "main_up") if main_up is None else ("main_up", "w_up")
+            raise ValueError(f"{missing} must be given with {there}, got None")
         mains = mains._replace(w_down=main_down.t()) if as_stored else mains
+        for weight, main in mains._asdict().items():
+            if main is not None:
+                check(weight.replace("w_", "main_"), main, layer.w_gate.shape, torch.float32)
         gradients = outputs(layer, (input_grad, False, False, False, True, True))
         implementation(given, mains, gradients)
         dx, _, _, _, db_gate, db_up = present(gradients, layer.x)
@@ -164,6 +175,7 @@ def zero(gradients: Gradients) -> None:
 def fill(given: Backward, gradients: Gradients, accumulate: bool = False, first: int = 0) -> None:
     """Launch what fills ``gradients``, of weights and biases all or none, or adds to those of weights."""
     dy, dl1, layer, kept, activation = given
+    check_matrix("x", layer.tokens)
     own = laid(layer._replace(w_down=layer.w_down.t(), b_down=None))
     tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *own.unscaled, flat(kept), *gradients
     run(build, tensors, activation, accumulate, first)

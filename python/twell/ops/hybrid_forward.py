@@ -31,6 +31,7 @@ from twell.ops.library import (
     Shape,
     are_laid,
     bias_view,
+    check_operands,
     down_rows,
     laid,
     new,
@@ -38,7 +39,7 @@ from twell.ops.library import (
 )
 from twell.ops.operands import Form, Gradients, Layer, Views, has_thresholds, opened
 from twell.ops.pack import pack_gate, shapes, stats_shape
-from twell.ops.slices import Added, is_sliced
+from twell.ops.slices import Added, is_sliced, require_sliceable
 from twell.runtime import geometry
 from twell.runtime.program import Executable, Program, View, allocate, contiguous, kept
 
@@ -69,6 +70,14 @@ def _grouped(implementation: Callable[..., Outputs]) -> Implementation:
 
 @_grouped
 def _fake(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
+    if screen and layer.gate is not None:
+        raise ValueError("screen must be False with a given gate, got True")
+    check_operands(layer)
+    activation.level(layer.w_down.dtype)
+    geometry.words_per_tile(compression)
+    require_sliceable(layer.w_down.shape[0], activation)
+    if held < 0:
+        raise ValueError(f"held must be non-zeros per token, or 0 for the most, got {held}")
     if activation.k:
         hybrid.require_room(activation.k, len(layer.x), len(layer.w_down), held, screen)
     return outputs(layer, held)
@@ -80,7 +89,8 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
     def every(layer: Layer, *how: Any) -> Outputs:
         x, w_gate, w_up, *_ = layer
         compression, held, activation, screen = how
-        if w_gate is None or not is_sliced(n := len(w_gate)):
+        # what does not fit is refused below
+        if w_gate is None or w_gate.dim() != 2 or not is_sliced(n := len(w_gate)):
             return one(layer, *how)
         y, l1, nonzeros, kept = outputs(layer, held)
         added = Added(y, layer.b_down)
@@ -119,6 +129,7 @@ def _cpu(layer: Layer, compression: int, held: int, activation: Activation, scre
 @_grouped
 @_by_slices
 def _cuda(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
+    check_operands(layer)
     if not layer.tokens.shape[0]:
         y, l1, nonzeros, kept = outputs(layer, held)
         return y, l1.zero_(), nonzeros.zero_(), kept.zero_()

@@ -8,11 +8,12 @@ matrix [R, C] becomes [C, R].
 
 from torch import Tensor
 
-from twell.ops.library import register, transpose
+from twell.ops.library import check_rank, register, transpose
 
 
 def outputs(matrix: Tensor) -> Tensor:
     """Uninitialised [C, R] for ``matrix`` [R, C], contiguous."""
+    check_rank("matrix", matrix)
     return matrix.new_empty((matrix.shape[1], matrix.shape[0]))
 
 

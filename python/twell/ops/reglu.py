@@ -16,7 +16,7 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, activation_of, threshold_pair
 from twell.choose import tuning
-from twell.ops.library import ACTIVATION, flat, register
+from twell.ops.library import ACTIVATION, check, flat, register
 from twell.runtime import modes, resolve
 from twell.runtime.program import launch
 
@@ -25,22 +25,26 @@ PIECE = 1 << 29
 
 
 def output(gate: Tensor, up: Tensor) -> Tensor:
-    """Uninitialised hidden state, contiguous."""
+    """Uninitialised hidden state, contiguous; raises unless gate and up have one shape and dtype."""
+    check("up", up, gate.shape, gate.dtype)
     return gate.new_empty(gate.shape)
 
 
 def gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised gradients of gate and up."""
+    """Uninitialised gradients of gate and up; raises unless all operands have one shape and dtype."""
+    check("upstream", upstream, gate.shape, gate.dtype)
     return output(gate, up), output(gate, up)
 
 
 def _fake(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
+    activation_of(activation, threshold).level(gate.dtype)
     return output(gate, up)
 
 
 def _backward_fake(
     upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
 ) -> tuple[Tensor, Tensor]:
+    activation_of(activation, threshold).level(gate.dtype)
     return gradients(upstream, gate, up)
 
 
@@ -70,6 +74,7 @@ def on_cuda(gate: Tensor, up: Tensor, activation: Activation = RELU, inplace: bo
 
     ``inplace``: ``up`` is not needed any more. Its memory becomes that of the result, except for halves of a product.
     """
+    check("up", up, gate.shape, gate.dtype)
     spec, form = tuning.reglu(gate.dtype, backward=False), _form(activation, gate.dtype)
     if _are_halves(gate, up):
         hidden = output(gate, up)

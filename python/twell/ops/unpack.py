@@ -8,19 +8,25 @@ import torch
 from torch import Tensor
 
 from twell.choose import tuning
-from twell.ops.library import register
+from twell.ops.library import STRIDE_MULTIPLE, check_matrix, check_rank, register
 from twell.runtime import geometry
 from twell.runtime.program import launch
 
 
 def outputs(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
     """Uninitialised [M, n] of the spill's dtype; raises unless words and spill are those of n neurons."""
+    check_rank("words", words)
+    check_matrix("spill", spill)
+    if n % STRIDE_MULTIPLE:
+        raise ValueError(f"n must be a multiple of {STRIDE_MULTIPLE}, got {n}")
     m, tiles = words.shape[0], geometry.tiles(n)
     widths = {"words": tiles * geometry.words_per_tile(compression), "spill": tiles * geometry.TILE}
     for tensor, (name, width) in zip((words, spill), widths.items()):
         if tensor.shape != (m, width):
             what = f"[{m}, {width}] for {m} rows of {n} neurons at compression {compression}"
             raise ValueError(f"{name} must be {what}, got {list(tensor.shape)}")
+    if words.dtype != torch.int32:
+        raise TypeError(f"words must be torch.int32, got {words.dtype}")
     return spill.new_empty((m, n))
 
 

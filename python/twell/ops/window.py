@@ -11,14 +11,20 @@ import torch
 from torch import Tensor
 
 from twell.choose import tuning
-from twell.ops.library import laid_bias, register, rows
+from twell.ops.library import check, check_matrix, laid_bias, register, rows
 from twell.ops.operands import run
+from twell.runtime import geometry
 from twell.runtime.program import Program, View
 
 
 def outputs(gate: Tensor, level: Tensor, below: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised near and counts."""
+    """Uninitialised near and counts; raises unless the operands fit."""
+    check_matrix("gate", gate)
     m, n = gate.shape
+    if not 0 < n <= geometry.MAX_NEURONS:
+        raise ValueError(f"gate must have between 1 and {geometry.MAX_NEURONS} neurons, got {n}")
+    for name, bound in (("level", level), ("below", below), ("above", above)):
+        check(name, bound, (n,), gate.dtype)
     return gate.new_empty((m, n), dtype=torch.uint8), gate.new_empty((3, n), dtype=torch.int32)
 
 
