@@ -48,7 +48,7 @@ import torch
 from tests import family
 from tests.cases.drawn import Limits, draw
 from tests.cases.judged import Result
-from tests.cases.verdicts import attempt, judge, same_bits, spoil, tensors
+from tests.cases.verdicts import attempt, chooses_anew, judge, same_bits, spoil, tensors
 from twell import testing
 from twell.choose import rates
 from twell.commands.request import RequestError, check_json
@@ -134,7 +134,7 @@ def repeat(case: Case, device: torch.device, result: Result, calls: int) -> None
             outputs = {name: t.clone() for name, t in call().items()}
             for i in range(calls):
                 again = call()
-                if case.strategy == "site":
+                if chooses_anew(case):
                     outputs = {name: t.clone() for name, t in again.items()}
                 else:
                     same_bits(again, outputs, f"call {i + 2}")

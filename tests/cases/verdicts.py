@@ -69,9 +69,7 @@ def run_twice(case: Case, device: torch.device, result: Result) -> None:
         del first
         with contextlib.nullcontext() if waits(case) else no_waits(device):
             again = call()
-        # a module has a site of its own, too, and a pair is one
-        chosen = case.strategy == "site" or (case.strategy == "auto" and (case.module or case.kind == "pair"))
-        if not chosen:
+        if not chooses_anew(case):
             same_bits(again, outputs, "a second call")
         if not spoilt(held, keep):
             raise Mismatch("a second call writes to what the first returned")
@@ -82,6 +80,11 @@ def run_twice(case: Case, device: torch.device, result: Result) -> None:
     elif case.strategy == "row+invariant" and case.m > 1 and device.type == "cuda":
         # products on a CPU have other bits for other numbers of rows
         without_others(case, o, outputs)
+
+
+def chooses_anew(case: Case) -> bool:
+    """Whether a call may choose another strategy than the one before: sites measure, and modules and pairs have one."""
+    return case.strategy == "site" or (case.strategy == "auto" and (case.module or case.kind == "pair"))
 
 
 def replayed(

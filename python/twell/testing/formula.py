@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 class _Signs(NamedTuple):
     """Of an expert: its gate; sizes of gate and up projection; which are kept, which of these count; and windows.
 
-    doubtful: gates that roundings may lead to the other side of the threshold.
+    doubtful: gates that roundings may lead to the other side of the threshold. may_fire: up projections likewise, of 0.
     """
 
     gate: Tensor
@@ -51,6 +51,7 @@ class _Signs(NamedTuple):
     fires: Tensor
     near: Tensor
     doubtful: Tensor
+    may_fire: Tensor
 
 
 class Results(NamedTuple):
@@ -161,7 +162,8 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
             # true sizes, and derivatives of the absolute parts
             gate, up = (path + (size - path).detach() for size, path in zip(of.sizes, (gate, up)))
             gate = gate + of.doubtful * of.gate.abs() / share
-        active, fires = (mask | of.doubtful if absolute else mask for mask in (of.active, of.fires))
+        active = of.active | of.doubtful if absolute else of.active
+        fires = of.fires | of.doubtful | of.may_fire if absolute else of.fires
         gate = gate.where(active, 0)
         hidden = (gate * gate if case.activation == "relu2" else gate) * up.where(fires, 0)
         if rounds_hidden(case, y.device):
@@ -199,13 +201,14 @@ def _chosen(case: Case, gate: Tensor, up: Tensor, sizes: Any, share: float) -> _
     fires = active & (up > 0) if case.activation == "drelu" else active
     distance = (gate - level).abs()
     # other operands keep their distance from what decides, see ``operands``
-    reach = share * (sizes[0] - gate.abs()) + 2 * torch.finfo(case.torch_dtype).eps * gate.abs()
-    doubtful = torch.zeros_like(active)
+    eps = 2 * torch.finfo(case.torch_dtype).eps
+    reach, up_reach = (share * (size - t.abs()) + eps * t.abs() for size, t in zip(sizes, (gate, up)))
+    doubtful = may_fire = torch.zeros_like(active)
     if not case.exact and case.activation == "batchtopk" and case.train and active.any():
         doubtful = (gate - gate[active].amin()).abs() < reach
     elif not case.exact and case.scales:
-        doubtful = distance < reach
-    return _Signs(gate, sizes, active, fires, (distance < case.bandwidth / 2).double(), doubtful)
+        doubtful, may_fire = distance < reach, up.abs() < up_reach
+    return _Signs(gate, sizes, active, fires, (distance < case.bandwidth / 2).double(), doubtful, may_fire)
 
 
 def _unsure(case: Case, of: _Signs) -> Tensor:
