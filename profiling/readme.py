@@ -26,7 +26,7 @@ def signed(table: str, *names: str, between: str = " ") -> str:
     return f"{table}\n\n{between.join(dict.fromkeys(machine(result(name)) for name in names))}"
 
 
-# Servers and `generate`
+# Servers
 
 ENGINES = {
     "engine_small": "2,048 / 5,632",
@@ -59,17 +59,6 @@ def engines() -> str:
                 continue
             cells[what, said] = f"{both}, {bold(ratio)}"
     return signed(pivot("stock / twell, ratio", cells), *ENGINES, between=". And ")
-
-
-def generate() -> str:
-    """Tokens per second of a prompt pass and of ``generate`` of transformers, stock and sparse."""
-    named = {"prompt": "prompt pass", "eager": "decoding, eager", "static": "decoding, static cache"}
-    rows = []
-    for (what, sequences), of in by_case(result("generate")["rows"], "what", "sequences", each="model").items():
-        stock, sparse = of["stock"]["tokens_per_s"], of["sparse"]["tokens_per_s"]
-        rows.append([named[what], f"{sequences}", f"{stock:,.0f}", f"{sparse:,.0f}", bold(sparse / stock)])
-    header = ["tokens per second", "sequences", "stock", "twell", "ratio"]
-    return signed(markdown(header, "lrrrr", rows), "generate")
 
 
 # Other layers
@@ -114,32 +103,6 @@ def experts_elsewhere() -> str:
             rows.append([what, *(gains.get(size, "") for size in sizes)])
     header = ["layer", *(f"{size:,}" for size in sizes)]
     return signed(markdown(header, "l" + "r" * len(sizes), rows), *names)
-
-
-def adapters() -> str:
-    """Speed-ups of layers with adapters over dense ones, in graphs and in eager calls."""
-    own = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
-    cells = {}
-    for (workload, op, dtype), of in by_case(own, "workload", "pass", "adapters", each="how").items():
-        cells[f"`{workload}`, {dtype}", op] = ", ".join(f"{of[how]['gain']:.2f}" for how in ("graph", "queued"))
-    return signed(pivot("workload, adapters", cells), "adapters")
-
-
-def portable_calls() -> str:
-    """How long calls of the portable family take beside Hopper's, and how fast its layers are beside dense."""
-    slower: dict[bool, list[float]] = {}
-    gains: dict[str, list[float]] = {}
-    for row in result("portable")["rows"]:
-        us, few = row["us"], "token" in row["call"]
-        slower.setdefault(few, []).append(us["portable"] / us["hopper"])
-        if dense := [time for name, time in us.items() if name.startswith("dense")]:
-            gains.setdefault("few tokens" if few else row["call"], []).append(min(dense) / us["portable"])
-    said = [f"{call} {figures.span(each)}" for call, each in gains.items()]
-    return (
-        f"Calls of 16,384 tokens take {figures.span(slower[False])} times as long as by Hopper's kernels, of 1 to 64 "
-        f"tokens {figures.span(slower[True])} times. The portable layers' speed over the faster of eager and compiled "
-        f"dense PyTorch: {', '.join(said)}. {machine(result('portable'))}"
-    )
 
 
 def most_nonzeros() -> str:
@@ -322,13 +285,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto losses": figures.auto_losses,
     "shapes": figures.shapes,
     "most non-zeros": most_nonzeros,
-    "several GPUs": figures.several_gpus,
     "models": figures.models,
     "beside others": beside_others,
-    "portable calls": portable_calls,
-    "adapters": adapters,
     "engines": engines,
-    "generate": generate,
     "autoencoders": autoencoders,
     "experts": experts,
     "experts elsewhere": experts_elsewhere,

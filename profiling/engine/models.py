@@ -1,9 +1,7 @@
 """Drawn models to serve, as checkpoints of transformers: Llamas, and a Nemotron-H with routed experts."""
 
-import argparse
 import dataclasses
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,17 +53,6 @@ _KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe"}
 # experts, whose squares are small where few neurons fire.
 _CONSTANT, _DOWN = 4.0, 2.0
 _SAMPLE = (4, 128)
-
-
-def sizes(text: str) -> LlamaSizes:
-    """An argparse type: the name of a Llama, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]."""
-    drawn = DRAWN.get(text)
-    if isinstance(drawn, LlamaSizes):
-        return drawn
-    if not re.fullmatch(r"\d+(x\d+){2,4}", text):
-        raise argparse.ArgumentTypeError(f"expected 1.5B, large or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], got {text!r}")
-    shape = models_random.parse_sizes(text)
-    return dataclasses.replace(shape, kv=min(4, shape.heads))
 
 
 def draw(drawn: LlamaSizes, device: str, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:

@@ -36,12 +36,6 @@ BENCHES = {
     "sae": ["sae", "--hidden", "64", "--neurons", "256", "--tokens", "300", "--nonzeros", "8", "--top-k", "8"],
     "firing": ["firing", "--m", "1", "16"],
     "host": ["host"],
-    "adapters": ["adapters", "--m", "64", "--k", "64", "--n", "264", "--workload", "nnz=9", "--compile", "none"],
-    "portable": ["portable", "--m", "130", "--sizes", "64", "264", "--workload", "nnz=9"],
-    "generate": [
-        *("generate", "--model", "2x64x256x2x256", "--nnz", "8", "--prompts", "1", "--prompt", "128"),
-        *("--new", "3", "--rounds", "1", "--sequences", "2", "--caches", "eager"),
-    ],
 }
 # the variants of each bench, in order, of its first case
 VARIANTS = {
@@ -100,10 +94,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sae": readme.autoencoders,
     "firing": figures.few_by_share,
     "host": figures.host_times,
-    "adapters": readme.adapters,
-    "portable": readme.portable_calls,
     "float8": lambda: readme.e4m3_speed("float8"),
-    "generate": readme.generate,
 }
 
 
