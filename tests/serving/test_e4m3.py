@@ -12,6 +12,7 @@ from served import (
     ON_GPU,
     ROW,
     TWO_RANKS,
+    UNCLEAR,
     Serve,
     assert_alike,
     checkpoint,
@@ -86,7 +87,8 @@ def test_weights_that_vllm_is_to_quantise(tmp_path: Path, serve: Serve) -> None:
     options = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}
     stock = serve(model, plugin=False, model_impl="transformers", **options)
     served = serve(model, hf_overrides=DENSE, **options)
-    assert_alike(served, stock)
+    # scales of twell are rounded to bfloat16, so weights are rounded otherwise than by vLLM
+    assert_alike(served, stock, unclear=2 * UNCLEAR)
     assert f'{THROUGH}: strategy "dense"' in served.log
 
 
