@@ -18,7 +18,8 @@ from twell import testing
 from twell.choose import plan, rates
 from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
-from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP, set_down_layout
+from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.nn.models import set_down_layout
 from twell.runtime import geometry
 from twell.testing import FFN, WORKLOADS, Comparison
 from twell.testing.calls import caller, linear

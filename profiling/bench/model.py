@@ -38,7 +38,7 @@ from twell.commands.timing import Call
 from twell.integrations import sparsify
 from twell.integrations.analyze import report
 from twell.integrations.analyze.layers import found
-from twell.nn.layers import set_down_layout
+from twell.nn.models import set_down_layout
 from twell.recipe._tracker import strategy_of
 from twell.testing import Errors
 

@@ -22,7 +22,7 @@ from twell.integrations.analyze import Analysis, analyze
 from twell.integrations.quantize import quantize_
 from twell.integrations.sparsify import sparsify_
 from twell.nn.compaction import CompactionReport, Firing, compact, count_firing
-from twell.nn.layers import explain
+from twell.nn.models import explain
 from twell.ops.float8 import Float8, quantize
 from twell.runtime import log
 

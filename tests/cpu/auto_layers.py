@@ -8,7 +8,8 @@ from torch import Tensor
 import twell
 from twell.choose import rates
 from twell.choose.rates import Figures, Problem
-from twell.nn.layers import SparseGatedMLP, set_down_layout
+from twell.nn.layers import SparseGatedMLP
+from twell.nn.models import set_down_layout
 
 BF16 = torch.bfloat16
 K, N = 32, 264

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from twell.nn.converted import pair_up
 from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.pairs import pair_up
 from twell.recipe import LayerStats, SparsityTracker, _inputs
 from twell.recipe._aux import mean_over_layers
 

@@ -103,8 +103,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 
     def record_run(function: Any, given: Any, *rest: Any, **options: Any) -> Any:
         seen.append((function.__name__, given.w_down.shape[0]))
-        if given.gate is None:
-            assert given.w_down.t().is_contiguous() or given.w_down.shape[0] == K
         # "auto" decides and measures as in a layer without adapters
         assert not modes.checkpointed()
         return run(function, given, *rest, **options)
@@ -373,30 +371,16 @@ def test_what_is_dense_calls_the_projections(
 
 
 def test_kernels_take_the_concatenated_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward; a kernel copies the down weight by rows where it is concatenated, once in each."""
+    """Forward and backward; a kernel copies the down weight by rows, once in each, and its gradient back."""
     gpu = install(monkeypatch)
     model = adapted()
-    y = model(tokens())
-    assert gpu.names()[0] == "matrix_transpose"
-    y.sum().backward()
+    model(tokens()).sum().backward()
     names = gpu.names()
     assert {"compact", "sampled_up", "gathered", "weight_grad"} <= set(names)
-    assert names.count("matrix_transpose") == 2
+    assert names.count("matrix_transpose") == 3
     (grads,) = [arguments for spec, arguments in gpu.launches if spec.op == "weight_grad"]
     # the gradients are those of the adapters' columns alone
     assert {grads[i].shape[1] for i in (0, 1)} == {8}
-
-
-def test_adapters_of_uneven_ranks_are_copied_where_kernels_cannot_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Behind one of four columns the next begins within 16 bytes."""
-    gpu = install(monkeypatch)
-    model = adapted(r=4)
-    config = peft.LoraConfig(target_modules=list(CHILDREN), r=8, init_lora_weights=False)
-    model.add_adapter("second", config)
-    model.base_model.set_adapter(["default", "second"])
-    half_adapters(model)
-    model(tokens()).sum().backward()
-    assert gpu.names().count("matrix_transpose") == 2
 
 
 def test_wide_layers_run_dense(runs: list[tuple[str, int]]) -> None:

@@ -15,7 +15,8 @@ from twell import testing
 from twell.choose import cards, rates
 from twell.choose import site as sites
 from twell.choose.rates import Figures, Problem
-from twell.nn.layers import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.models import set_down_layout
 from twell.runtime import modes
 
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])

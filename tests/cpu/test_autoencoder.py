@@ -9,7 +9,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 import twell
-from twell.nn.layers import SparseAutoencoder
+from twell.nn.autoencoder import SparseAutoencoder
 
 K, N, M = 24, 96, 40
 KINDS: dict[str, dict[str, Any]] = {

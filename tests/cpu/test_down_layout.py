@@ -19,7 +19,8 @@ import twell
 from tests.habits.entries import ENTRIES
 from twell.base import memory
 from twell.nn import down_layout
-from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP, explain, set_down_layout
+from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.nn.models import explain, set_down_layout
 
 BF16 = torch.bfloat16
 K, N = 16, 72

@@ -24,7 +24,8 @@ from tests.habits.refusals import sections, wrong
 from twell import testing
 from twell.call import functional
 from twell.choose import cards, rates, site
-from twell.nn.layers import SparseGatedMLP, SparseMLP, set_down_layout
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.models import set_down_layout
 from twell.ops import calls, dense
 from twell.ops.ffn import direct
 from twell.runtime import modes

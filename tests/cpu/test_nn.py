@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from twell import AutoStrategy, explain
-from twell.nn.converted import pair_up
-from twell.nn.layers import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout, set_strategy
+from twell.nn.layers import DownLayout, SparseGatedMLP, SparseMLP
+from twell.nn.models import set_down_layout, set_strategy
+from twell.nn.pairs import pair_up
 
 BF16 = torch.bfloat16
 MODULES = pytest.mark.parametrize("cls", [SparseGatedMLP, SparseMLP])

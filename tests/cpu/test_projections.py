@@ -20,8 +20,9 @@ from layer_checks import CHILDREN, MODULES, Module, by_children, close, tokens
 from torch import Tensor, nn
 
 from tests.habits.derivatives import Doubled
-from twell.nn.converted import pair_up
-from twell.nn.layers import SparseGatedMLP, SparseMLP, explain, set_down_layout
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.models import explain, set_down_layout
+from twell.nn.pairs import pair_up
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

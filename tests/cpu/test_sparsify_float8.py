@@ -24,7 +24,7 @@ from twell.commands import analyze
 from twell.integrations import experts as stacked
 from twell.integrations import transformers as twell_hf
 from twell.integrations.sparsify.quantised import Float8Down, require_e4m3
-from twell.nn.layers import Float8MLP
+from twell.nn.float8 import Float8MLP
 from twell.ops import float8
 
 BF16 = torch.bfloat16

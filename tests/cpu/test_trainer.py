@@ -618,25 +618,12 @@ def test_an_interrupted_run_leaves_no_moving_threshold(by_hand: bool, tmp_path: 
     assert ("the thresholds of the layers stay as they are" in caplog.text) == by_hand
 
 
-def test_a_rate_that_cannot_reach_the_target_is_said_at_the_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def train(rate: float, optimizer: str = "adamw_torch") -> list[str]:
-        caplog.clear()
-        args = arguments(tmp_path, max_steps=40, learning_rate=rate, optim=optimizer, logging_steps=5)
-        own = callback(coefficient=None, nnz=5)
-        Trainer(llama(), args, train_dataset=sequences(80), callbacks=[own]).train()
-        return [
-            record.getMessage() for record in caplog.records if record.name == "twell" and "moved" not in record.msg
-        ]
-
-    first, held, last = train(5e-5)
-    assert first.startswith("SparsityCallback: nnz=5 can hardly be reached: 40 steps with a learning rate of 5e-05")
-    assert "move the gates too little for their size; a learning rate of about " in first
-    assert "the learning rate is too small" in held
-    assert last.startswith("training ended with")
-    for rate, optimizer in ((3e-2, "adamw_torch"), (5e-5, "sgd")):
-        assert not any("hardly" in message for message in train(rate, optimizer))
+def test_a_target_that_is_missed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(tmp_path, max_steps=40, learning_rate=5e-5, logging_steps=5)
+    Trainer(llama(), args, train_dataset=sequences(80), callbacks=[callback(coefficient=None, nnz=5)]).train()
+    said = [record.getMessage() for record in caplog.records if record.name == "twell" and "moved" not in record.msg]
+    assert "the learning rate is too small" in said[0]
+    assert said[1].startswith("training ended with")
 
 
 def test_a_pass_may_skip_all_layers(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import twell
-from twell.nn.converted import pair_up
 from twell.nn.distributed import SparseMLPParallel
+from twell.nn.pairs import pair_up
 
 HIDDEN, NEURONS, COEFFICIENT = 16, 32, 0.3
 

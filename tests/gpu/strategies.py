@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from twell import ops, testing
-from twell.nn.layers import DownLayout, SparseGatedMLP, SparseMLP, set_down_layout
+from twell.nn.layers import DownLayout, SparseGatedMLP, SparseMLP
+from twell.nn.models import set_down_layout
 from twell.testing import FFN
 
 CUDA = torch.device("cuda")

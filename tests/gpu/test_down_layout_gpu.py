@@ -10,7 +10,8 @@ from torch import Tensor, nn
 import twell
 from tests.habits.entries import Block, Named
 from twell.base import memory
-from twell.nn.layers import SparseGatedMLP, explain, set_down_layout
+from twell.nn.layers import SparseGatedMLP
+from twell.nn.models import explain, set_down_layout
 
 BF16 = torch.bfloat16
 K, N = 264, 776

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import twell
 from twell import recipe
-from twell.nn.layers import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
+from twell.nn.autoencoder import SparseAutoencoder
+from twell.nn.float8 import Float8MLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.testing.case import BIASES, Case
 from twell.testing.operands import build, laid_out
 

@@ -23,7 +23,9 @@ from twell import recipe, testing
 from twell.choose.plan import Facts, routed
 from twell.integrations import layouts
 from twell.nn import distributed
-from twell.nn.layers import Float8MLP, SparseAutoencoder, SparseGatedMLP, SparseMLP
+from twell.nn.autoencoder import SparseAutoencoder
+from twell.nn.float8 import Float8MLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.ops import float8, hybrid
 from twell.ops.float8 import E4M3, Float8
 from twell.testing.case import Case

@@ -20,7 +20,8 @@ from twell.base.text import aligned
 from twell.call.functional import Strategy
 from twell.commands import timing
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, number_above, pick_device
-from twell.nn.layers import SparseGatedMLP, set_down_layout, set_strategy
+from twell.nn.layers import SparseGatedMLP
+from twell.nn.models import set_down_layout, set_strategy
 from twell.runtime.device import SM_90
 
 DESCRIPTION = """\

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from twell import recipe
 from twell.base.arguments import require_flag, require_integer, require_number, require_positive
-from twell.nn.layers import SparseGatedMLP
 from twell.recipe import SparsityTracker, trained_layers
 from twell.runtime.log import logger
 
@@ -25,10 +24,6 @@ _PAPERS = 2e-5
 _MOST_PASSES = 16
 # A miss of the target by more than this factor is worth a warning.
 _MISSED = 1.1
-# How far all steps can move a gate, over its own size, below which a run misses its target or has the L1 term at its
-# most, and from which on it has neither. On a CPU, a tenth of the neurons as target, AdamW, rates that fall to 0, 200
-# steps: models of 64 and 192 hidden values, trained before, failed at 4.8 and 5.0 and succeeded from 9.6 and 10 on.
-_LEAST_TRAVEL, _GOOD_TRAVEL = 6.0, 20.0
 _TOO_MANY = (
     "More steps, a larger learning rate or layers that are not frozen help; a run that stops early does not get there"
 )
@@ -44,13 +39,11 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         args = TrainingArguments(..., learning_rate=1e-3)
         Trainer(model, args, train_dataset=data, callbacks=[SparsityCallback(nnz=30)]).train()
 
-    ``nnz`` is a number of non-zeros per token to train to. An optimizer such as Adam changes a weight by at most about
-    the learning rate in a step, so that a gate of K weights moves by at most rate * K times the size of the inputs,
-    where its own size is that of the weights times the root of K times that of the inputs. Only what inputs have in
-    common moves it for all tokens: rate * steps * sqrt(K) should be above 6 times the root mean square of the gates'
-    weights, better 20 times. Trainer's default of 5e-5 is mostly too small for some hundreds of steps. A warning says
-    so as training begins, or when the L1 term has come to its most. As it ends, one names a miss by more than a tenth.
-    Without ``nnz`` there is a coefficient, the paper's by default, for models of 0.5 to 2 B parameters.
+    ``nnz`` is a number of non-zeros per token to train to. With an optimizer such as Adam learning rate * steps *
+    sqrt(K) should be above 6 times the root mean square of the gates' weights, better 20 times: Trainer's default of
+    5e-5 is mostly too small for some hundreds of steps. A warning says when the L1 term has come to its most and, as
+    training ends, names a miss by more than a tenth. Without ``nnz`` there is a coefficient, the paper's by default,
+    for models of 0.5 to 2 B parameters.
 
     The model's forward pass must return a loss. In training mode the callback adds to it the term of
     ``recipe.TargetSparsity`` or ``coefficient`` times the warm-up's factor times ``recipe.l1_term``. A step's gradient
@@ -205,8 +198,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             self.target = self._target(model, self.nnz, state.max_steps)
             if state.global_step:
                 self._resume(saved.get("target"), state.global_step)
-            if advice := _too_slow(model, kwargs.get("optimizer"), state.max_steps):
-                logger.warning("SparsityCallback: nnz=%g can hardly be reached: %s", self.nnz, advice)
         self._model, self._state, self._epoch = model, state, None
         self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
         self._looked = self.attention_mask or not self._adds_term
@@ -427,29 +418,6 @@ def _with_loss(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return (change(loss), *output[1:])
     output["loss"] = change(loss)
     return output
-
-
-def _too_slow(model: nn.Module, optimizer: Any, steps: int) -> str:
-    """Why a target can hardly be reached with this optimizer in so many steps; "" if it may. Waits for the device."""
-    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__.lower()
-    if not any(name in kind for name in ("adam", "lion")):
-        # others change weights by as much as the gradient is large
-        return ""
-    # a schedule has set them to those of its first step
-    rate = max((group.get("initial_lr", group["lr"]) for group in optimizer.param_groups), default=0.0)
-    sizes = []
-    for layer in recipe.layers(model).values():
-        weight: Any = (layer.gate_proj if isinstance(layer, SparseGatedMLP) else layer.up_proj).weight
-        if weight.requires_grad and weight.numel():
-            square = weight.detach().float().square().mean()
-            whole = float(square.full_tensor() if hasattr(square, "full_tensor") else square)
-            sizes.append(math.sqrt(whole / layer.hidden))
-    if not sizes or rate * steps >= _LEAST_TRAVEL * (size := sum(sizes) / len(sizes)):
-        return ""
-    return (
-        f"{steps} steps with a learning rate of {rate:g} move the gates too little for their size; a learning rate of "
-        f"about {_GOOD_TRAVEL * size / steps:.1g}, or more steps, can reach it"
-    )
 
 
 def _length(dataloader: Any) -> int | None:

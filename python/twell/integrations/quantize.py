@@ -10,9 +10,10 @@ from twell.call.plain import HOOKS
 from twell.integrations.sparsify.quantised import Stored
 from twell.integrations.sparsify.quantised import layer as quantised_layer
 from twell.integrations.sparsify.replace import Model
-from twell.nn.converted import NamedGatedMLP, NamedMLP, SparseDown, put_pair
+from twell.nn.converted import NamedGatedMLP, NamedMLP
 from twell.nn.float8 import Float8MLP
 from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.nn.pairs import SparseDown, put_pair
 from twell.ops.float8 import Granularity, quantize
 
 

@@ -2,15 +2,8 @@
 
 from twell.nn.autoencoder import SparseAutoencoder
 from twell.nn.float8 import Float8MLP
-from twell.nn.layers import (
-    DownLayout,
-    SparseFFN,
-    SparseGatedMLP,
-    SparseMLP,
-    explain,
-    set_down_layout,
-    set_strategy,
-)
+from twell.nn.layers import DownLayout, SparseFFN, SparseGatedMLP, SparseMLP
+from twell.nn.models import explain, set_down_layout, set_strategy
 
 __all__ = [
     "DownLayout",

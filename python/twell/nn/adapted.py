@@ -207,8 +207,7 @@ def _sources(way: Way, x: Tensor, dtype: torch.dtype) -> tuple[list[Matrix], lis
     # the columns of the adapters of up end those of x
     matrices = [of_input(gate, 0), of_input(up, sum(ranks[:-1]))]
     parts = [down.weight(sources, k), *down.lowering(sources), *zeros(added - down.rank)]
-    # by rows of neurons, as kernels read it
-    matrices.append(Matrix(parts, dtype, 0, turned=bool(added)))
+    matrices.append(Matrix(parts, dtype, 0))
     wide = x.to(dtype) if before else None
     if wide is not None and any(adapter.drops for each in before for adapter in each.adapters):
         # dropout takes what it drops in peft's own modules

@@ -1,21 +1,17 @@
 """Matrices that are read from weights and adapters, and the layer on them, whose backward pass reads them again.
 
-In PyTorch's own operators the weights of a layer with adapters, its x with a few more columns, a slice of y, and their
-gradients are a node of the graph for each small step, and more passes over all tokens; 16-bit values are copied one by
-one. Here all is one node, values are copied by eight bytes, and each product is added in the pass that makes it. A
-compiler gets PyTorch's operators, which it fuses.
+In PyTorch's own graph the weights of a layer with adapters would live until backward, and each small step would be a
+node and more passes over all tokens. Here all is one node. A compiler gets the operators without it.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from twell.call import autograd
-from twell.call.autograd import is_batched
-from twell.ops.library import has_rows, transpose
-from twell.runtime import modes
 
 
 class Part(NamedTuple):
@@ -41,12 +37,11 @@ def part(sources: list[Tensor], source: Tensor, length: int, *how: Any) -> Part:
 
 
 class Matrix(NamedTuple):
-    """Parts along ``dim``: 1 side by side. turned: its transpose is stored by rows."""
+    """Parts along ``dim``: 1 side by side."""
 
     parts: Sequence[Part]
     dtype: torch.dtype
     dim: int = 1
-    turned: bool = False
 
     @property
     def lengths(self) -> list[int]:
@@ -54,31 +49,17 @@ class Matrix(NamedTuple):
 
     def read(self, sources: Sequence[Any]) -> Any:
         """The matrix, or the source that it is; None without parts."""
-        values: list[Any] = [None if each.source is None else sources[each.source] for each in self.parts]
-        values = [each.dequantise(value) if each.dequantise else value for each, value in zip(self.parts, values)]
-        if not values or (len(values) == 1 and self.parts[0].scale == 1):
-            return values[0].to(self.dtype) if values else None
-        shape = [*values[0].shape]
-        if modes.compiling():
-            for i, each in enumerate(self.parts):
+        found: list[Tensor] = []
+        for each in self.parts:
+            if each.source is None:
+                shape = [*found[0].shape]
                 shape[self.dim] = each.length
-                value = values[0].new_zeros(shape) if values[i] is None else values[i]
-                value = (value if each.scale == 1 else value * each.scale).to(self.dtype)
-                values[i] = value.t() if self.turned else value
-            return torch.cat(values, 1).t() if self.turned else torch.cat(values, self.dim)
-        shape[self.dim] = sum(self.lengths)
-        out = values[0].new_empty(shape[::-1] if self.turned else shape, dtype=self.dtype)
-        out = out.t() if self.turned else out
-        for each, value, place in zip(self.parts, values, out.split(self.lengths, self.dim)):
-            if value is None:
-                place.zero_()
-            elif each.scale != 1:
-                torch.mul(value, each.scale, out=place)
-            elif self.turned and value.dtype == self.dtype and has_rows(value) and has_rows(place.t()):
-                transpose(value, place.t())
-            else:
-                _copy(*(value.t(), place.t()) if self.turned else (value, place))
-        return out
+                found.append(found[0].new_zeros(shape))
+                continue
+            value = sources[each.source]
+            value = each.dequantise(value) if each.dequantise else value
+            found.append((value if each.scale == 1 else value * each.scale).to(self.dtype))
+        return torch.cat(found, self.dim) if len(found) > 1 else found[0] if found else None
 
     def wanted(self, needs: Sequence[bool]) -> bool:
         """Whether one of its sources needs a gradient."""
@@ -91,51 +72,22 @@ class Matrix(NamedTuple):
                 of = of.to(sources[each.source].dtype)
                 of = of if each.scale == 1 else of * each.scale
                 # a view would hold the gradient of the whole matrix
-                found[each.source] = of if len(self.parts) == 1 else _copied(of)
+                found[each.source] = of if len(self.parts) == 1 else of.contiguous()
 
 
 def beside(x: Tensor, other: Tensor | None, width: int) -> Tensor:
     """``[x, x @ other, 0]`` [M, width]; x if it is as wide."""
-    (m, k), rank = x.shape, 0 if other is None else other.shape[1]
-    if k == width:
+    if x.shape[1] == width:
         return x
-    if modes.compiling() or is_batched(x):
-        zeros = [x.new_zeros((m, width - k - rank))] if k + rank < width else []
-        return torch.cat([x, *([] if other is None else [x @ other]), *zeros], 1)
-    out = x.new_empty((m, width))
-    _copy(x, out[:, :k])
-    if other is not None:
-        torch.mm(x, other, out=out[:, k : k + rank])
-    if k + rank < width:
-        out[:, k + rank :].zero_()
-    return out
+    wide = x if other is None else torch.cat([x, x @ other], 1)
+    return F.pad(wide, (0, width - wide.shape[1]))
 
 
 def narrowed(y: Tensor, raising: Tensor | None, k: int) -> Tensor:
     """``y[:, :K] + y[:, K : K + r] @ raising^T`` for y [M, K + R]; y if it is no wider than K."""
     if y.shape[1] == k or raising is None:
-        return y if y.shape[1] == k else _copied(y[:, :k])
-    low = y[:, k : k + raising.shape[1]]
-    return torch.addmm(y[:, :k], low, raising.t()) if modes.compiling() else _copied(y[:, :k]).addmm_(low, raising.t())
-
-
-def _copied(matrix: Tensor) -> Tensor:
-    """The matrix, contiguous."""
-    if modes.compiling() or matrix.is_contiguous() or is_batched(matrix):
-        return matrix.contiguous()
-    out = torch.empty_like(matrix, memory_format=torch.contiguous_format)
-    _copy(matrix, out)
-    return out
-
-
-def _copy(source: Tensor, place: Tensor) -> None:
-    """Fill ``place``; eight bytes at a time where rows of both are of whole ones, in memory as they are."""
-    (pitch, step), (of_place, steps), each = source.stride(), place.stride(), 8 // source.element_size()
-    lengths = source.shape[1], pitch, of_place, source.storage_offset(), place.storage_offset()
-    whole = step == 1 == steps and not any(length % each for length in lengths)
-    if whole and source.dtype == place.dtype and not source.is_neg():
-        source, place = source.view(torch.int64), place.view(torch.int64)
-    place.copy_(source)
+        return y[:, :k].contiguous()
+    return torch.addmm(y[:, :k], y[:, k : k + raising.shape[1]], raising.t())
 
 
 class ReadFFN(torch.autograd.Function):
@@ -190,9 +142,9 @@ class ReadFFN(torch.autograd.Function):
                 matrix.give(d, sources, found, needs)
             dx = dx if of_x else None
             if dx is not None and ctx.columns < dx.shape[1]:
-                dx = _copied(dx[:, : ctx.columns])
+                dx = dx[:, : ctx.columns].contiguous()
             if dx is not None and columns is not None:
-                dx = dx + columns @ lowering if is_batched(dx) else dx.addmm_(columns, lowering)
+                dx = dx + columns @ lowering
         gradients = [*found, dx, *[None] * 8, db_gate, db_up, db_down, d_gate]
         if torch.is_grad_enabled():
             gradients = autograd.first_order(call.name, gradients, (dy, dl1, anchor))

@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell.base.activation import activation_of
-from twell.call import admission, functional
 from twell.call.plain import cast
-from twell.choose.plan import PACKED_DTYPES
 from twell.nn.down_layout import unlisted
-from twell.nn.layers import SparseGatedMLP, SparseMLP, named_layers
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.models import named_layers
 from twell.runtime import modes
 
 MLP = SparseGatedMLP | SparseMLP
@@ -70,8 +69,8 @@ def count_firing(model: nn.Module) -> Iterator[dict[str, Firing]]:
     """Count how often each neuron of the twell layers of ``model`` fires, in every call inside the ``with``.
 
     ``model`` may itself be such a layer, whose name is "". A neuron fires for a token if its gate, after ReLU and
-    rounding to 16 bits, is not zero. The gate is computed once more for this, by the sparse kernel or, for layers with
-    ``strategy="dense"``, by PyTorch; the two may differ where the order of summation decides whether a gate is zero.
+    rounding to 16 bits, is not zero. The gate is computed once more for this, by PyTorch; kernels may differ where the
+    order of summation decides whether a gate is zero.
     Works with and without gradients and under autocast, and never waits for the device. Recomputation by activation
     checkpointing is not counted. Counts are on the device of each layer, which must not move meanwhile, and can be read
     at any time.
@@ -121,29 +120,22 @@ def _add_counts(totals: Tensor, fired: Tensor, tokens: int) -> None:
 @torch.no_grad()
 def count_call(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
-    name, gate, plain = "count_firing", gate_of(mlp), mlp._is_plain()
-    if plain:
-        # divided by tensor parallelism, say
-        x, weight, bias = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (x, gate.weight, gate.bias))
-        if x.is_floating_point():
-            # autocast may have ended meanwhile
-            weight, bias = cast([weight, bias], x.dtype)
-        operands = admission.admit(name, x=x, w_gate=weight, b_gate=bias)
-        x, weight, bias = operands["x"], operands["w_gate"], operands.get("b_gate")
-    tokens, packs = x.reshape(-1, x.shape[-1]), plain and _packs(mlp, x)
-    if not tokens.shape[0]:
+    gate, plain = gate_of(mlp), mlp._is_plain()
+    # divided by tensor parallelism, say
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    if x.dim() == 0 or x.shape[-1] != mlp.hidden or not x.is_floating_point() or not x.numel():
+        # the layer itself refuses what it does not take
         return
-    fired = torch.zeros_like(totals[:-1])
-    # chunks of equal size: a short one would run the few-token kernel
-    for chunk in tokens.tensor_split(-(-tokens.shape[0] * len(totals[:-1]) // CHUNK_GATES)):
-        if packs:
-            threshold: Any = mlp.threshold
-            values = functional.pack(chunk, weight, bias, compression=mlp.compression, threshold=threshold).unpack()
-        else:
-            # the projection may be more than its weight: an adapter, say
-            values = F.linear(chunk, weight, bias) if plain else gate_by_call(mlp, chunk)
-            values = activation_of("fatrelu", mlp.threshold).after(values)
-        fired += (values != 0).sum(0)
+    weight, bias = gate.weight, gate.bias
+    if plain:
+        whole = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (weight, bias))
+        # autocast may have ended meanwhile
+        weight, bias = cast([*whole], x.dtype)
+    tokens, fired = x.reshape(-1, x.shape[-1]), torch.zeros_like(totals[:-1])
+    for chunk in tokens.split(max(1, CHUNK_GATES // len(fired))):
+        # the projection may be more than its weight: an adapter, say
+        values = F.linear(chunk, weight, bias) if plain else gate_by_call(mlp, chunk)
+        fired += (activation_of("fatrelu", mlp.threshold).after(values) != 0).sum(0)
     _add_counts(totals, fired, tokens.shape[0])
 
 
@@ -158,11 +150,6 @@ def as_parameters(mlp: MLP, rows: Tensor) -> Tensor:
     if torch.is_autocast_enabled(rows.device.type):
         return rows
     return rows.to(next(p.dtype for p in (*gate_of(mlp).parameters(), *mlp.parameters()) if p.is_floating_point()))
-
-
-def _packs(mlp: MLP, x: Tensor) -> bool:
-    """Whether the sparse kernel computes the gate, or may."""
-    return x.dtype in PACKED_DTYPES and not mlp._runs_dense(mlp.down_proj.weight)
 
 
 class LayerCompaction(NamedTuple):

@@ -10,18 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from twell.base.activation import Activation, ActivationName
-from twell.base.arguments import require, require_integer
+from twell.base.arguments import require_integer
 from twell.call import autograd, execution, functional
 from twell.call import plain as _plain
 from twell.call.execution import Aux
 from twell.call.functional import Strategy
-from twell.choose.explanation import Choice, Explanation
 from twell.choose.plan import Facts, routed
-from twell.choose.site import AutoStrategy, Screen, require_screen
-from twell.nn import adapted, explained, projections
+from twell.choose.site import AutoStrategy, Screen
+from twell.nn import adapted, projections
 from twell.nn import down_layout as _down_layout
-from twell.nn.autoencoder import SparseAutoencoder as SparseAutoencoder
-from twell.nn.float8 import Float8MLP
 from twell.nn.projections import Projection
 from twell.nn.record import watch
 from twell.nn.settings import Configured, name_of, setting
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 DownLayout = Literal["auto", "rows", "linear"]
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-_OTHERS = Float8MLP, SparseAutoencoder
 
 
 class SparseFFN(Configured):
@@ -119,7 +115,7 @@ class SparseFFN(Configured):
                 f"{name} must be as it is, since the model's own code applies the activation, got {value!r}"
             )
         if name == "down_layout":
-            _require_layout(name, value)
+            require_layout(name, value)
         else:
             super()._require(name, value)
 
@@ -301,10 +297,8 @@ class SparseFFN(Configured):
         """Whether calling the projections applies their weights and biases and does nothing else."""
         if any(_plain.HOOKS_OF_ALL) or not _plain.calls_are_torchs():
             return False
-        for name, child in self._modules.items():
-            if name in self._projections and (child is None or not _plain.is_plain(child, self._linears)):
-                return False
-        return True
+        children = (child for name, child in self._modules.items() if name in self._projections)
+        return all(child is not None and _plain.is_plain(child, self._linears) for child in children)
 
     def _project(self, name: str, x: Tensor) -> Any:
         return getattr(self, name)(x)
@@ -435,7 +429,7 @@ class SparseFFN(Configured):
         """A module with the Parameter objects of linear layers that form one FFN."""
         if given := [name for name in ("hidden", "intermediate", "bias", "device", "dtype") if name in options]:
             raise TypeError(f"from_linear takes no {given[0]}, which is that of the linear layers")
-        mlp = cls(*_require_linear(inputs, down), device="meta", **options)
+        mlp = cls(*projections.sizes_of(inputs, down), device="meta", **options)
         for name, linear in zip(cls._projections, (*inputs.values(), down)):
             child = mlp.get_submodule(name)
             child.weight, child.bias = linear.weight, linear.bias
@@ -494,109 +488,7 @@ class SparseMLP(SparseFFN):
         return cls._of({"up": up}, down, **options)
 
 
-def explain(layers: nn.Module | AutoStrategy) -> Explanation:
-    """Return the strategy of each layer of ``layers``, the reason and the measured figures; ``print`` it for a table.
-
-    ``layers`` is a module that is or contains layers of ``twell.nn``, or the ``AutoStrategy`` of a call site. The call
-    neither waits nor changes anything: figures still on their way from the GPU are left out. Only "auto" measures, and
-    only where it may choose; on a CPU the non-zeros are those of ``aux``, where the last call recorded it.
-    """
-    if isinstance(layers, AutoStrategy):
-        none = Choice("", "any", "any", "", "auto", "no call has chosen yet: on a CPU all are dense")
-        return Explanation(tuple(layers.explain()) or (none,))
-    if not isinstance(layers, nn.Module):
-        raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
-    rows: list[Choice] = []
-    for name, layer in (named_layers(layers, _OTHERS) | named_layers(layers)).items():
-        # of a pair the module around both, where that is among the layers
-        block_of: Any = getattr(layer, "block_of", None)
-        block = layer if block_of is None else layers.get_submodule(block_of(name))
-        own = explained.rows(name, layer, block) if isinstance(layer, SparseFFN) else layer.explain(name)
-        rows += explained.bypassed(name, layer, block) or own
-    return Explanation(tuple(rows))
-
-
-def set_strategy(
-    module: nn.Module,
-    strategy: Strategy | AutoStrategy,
-    *,
-    screen: Screen | None = None,
-    invariant: bool | None = None,
-) -> None:
-    """Set ``strategy`` of every layer of ``twell.nn`` in ``module``; with "auto" each chooses for itself.
-
-    ``screen`` and ``invariant`` are set, too, unless they are None. An ``AutoStrategy`` is for one layer: layers that
-    share it share their figures and its ``screen``.
-
-    Raises as the attributes do, and ValueError if ``module`` has no such layer; then nothing has changed.
-    """
-    layers = [*named_layers(module).values(), *named_layers(module, _OTHERS).values()]
-    _require_any(module, layers)
-    if screen is not None:
-        require_screen(screen)
-    for layer in layers:
-        routed(Facts(strategy=name_of(strategy), invariant=layer.invariant if invariant is None else invariant))
-    for layer in layers:
-        if isinstance(layer, SparseAutoencoder):
-            # raises if True
-            layer.invariant = bool(invariant)
-            layer.strategy = strategy
-    for layer in layers:
-        if isinstance(layer, Configured):
-            # both at once: the one may not go with the other's old value
-            layer._set(_strategy=strategy, **({} if invariant is None else {"_invariant": invariant}))
-        if screen is not None and not isinstance(layer, Float8MLP):
-            layer.screen = screen
-
-
-def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
-    """Set the layout of ``down_proj.weight`` in every layer of ``twell.nn`` in ``module``. Shapes stay [K, N].
-
-    "auto", the default: as nn.Linear stores it, for all code that sees the Parameter. In ``eval`` mode and without
-    gradients a call on a GPU first stores it by rows, which the kernels read in place, if nothing else holds the
-    Parameter or its memory. The layer puts it back where it is listed, by ``parameters()`` or ``modules()``, and by
-    ``state_dict``, ``train``, ``to``, copies, pickles, and calls that need its gradient. Both wait for the GPU, once.
-    A weight that a CUDA graph reads stays as it is. Only code that reads ``down_proj.weight`` itself sees the rows.
-
-    "linear": contiguous, always. The sparse kernels then read a copy by rows, made at each forward and each backward
-    pass: 23 MB at K = 2,048 and N = 5,632. "rows": the transposed view of a contiguous [N, K] tensor, always; also for
-    training where nothing flattens parameters. FSDP2, flat optimizers such as LBFGS, ``parameters_to_vector`` and
-    safetensors refuse such a weight or need ``.contiguous()``; ``set_down_layout(module, "auto")`` is the way back.
-
-    Loading a state dict keeps each; moving, casting, copying and pickling keep "linear" and "rows". Call it before
-    anything keeps views of the parameters; the Parameter objects stay, and their gradients change layout with them. The
-    state of an optimizer does not, and fused optimizers read it in memory order: set the layout before the optimizer's
-    first step, and use the layout of the run whose state is loaded. A weight that was replaced by one of another layout
-    is set right, too.
-
-    Raises ValueError for another name, and if ``module`` has no such layer.
-    """
-    _require_layout("layout", layout)
-    layers = named_layers(module)
-    _require_any(module, layers)
-    for layer in layers.values():
-        layer.down_layout = layout
-        with layer._laid.lock:
-            layer._laid.weight, layer._laid.failed = None, False
-            _down_layout.store(layer.down_proj.weight, layout == "rows")
-
-
-def named_layers(module: nn.Module, kinds: Any = SparseFFN) -> dict[str, Any]:
-    """The layers of ``module`` by qualified name, each by its first; listing them hands out no parameters.
-
-    They are gated and non-gated ones, and ``fc2`` of pairs; or those of other ``kinds``.
-    """
-    require("module", module, nn.Module, "an nn.Module")
-    with _down_layout.unlisted():
-        return {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
-
-
-def _require_any(module: nn.Module, layers: object) -> None:
-    if not layers:
-        raise ValueError(f"module must have layers of twell.nn, got none in {type(module).__name__}")
-
-
-def _require_layout(name: str, layout: object) -> None:
+def require_layout(name: str, layout: object) -> None:
     if layout not in ("auto", "rows", "linear"):
         raise ValueError(f'{name} must be "auto", "rows" or "linear", got {layout!r}')
 
@@ -604,23 +496,3 @@ def _require_layout(name: str, layout: object) -> None:
 def _keep_rows(module: SparseFFN, incompatible_keys: Any) -> None:
     if module.down_layout == "rows" and isinstance(module.down_proj, nn.Linear):
         _down_layout.store(module.down_proj.weight, rows=True)
-
-
-def _require_linear(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
-    """Return (hidden, intermediate) of linear layers that form one FFN; raise TypeError or ValueError otherwise."""
-    linears = {**inputs, "down": down}
-    for name, linear in linears.items():
-        if not (isinstance(linear, nn.Linear) and _plain.is_plain(linear)):
-            got = type(linear).__name__
-            raise TypeError(f"{name} must be a plain nn.Linear, without a forward or hooks of its own, got {got}")
-    first, of_first = next(iter(inputs.items()))
-    intermediate, hidden = of_first.weight.shape
-    for name, linear in linears.items():
-        expected = [hidden, intermediate] if name == "down" else [intermediate, hidden]
-        if list(linear.weight.shape) != expected:
-            raise ValueError(f"{name}.weight must be {expected}, got {list(linear.weight.shape)}")
-        for key, value in linear.named_parameters():
-            if value.dtype != of_first.weight.dtype:
-                expected_dtype = of_first.weight.dtype
-                raise TypeError(f"{name}.{key} must be {expected_dtype} as {first}.weight is, got {value.dtype}")
-    return hidden, intermediate

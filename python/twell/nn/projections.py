@@ -192,6 +192,26 @@ def _base(linear: Any) -> Projection | str:
     return f"is a {kind}" if weight is None or kind != "torch.nn.modules.linear.Linear" else f"has a {tensor.__name__}"
 
 
+def sizes_of(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
+    """Return (hidden, intermediate) of linear layers that form one FFN; raise TypeError or ValueError otherwise."""
+    linears = {**inputs, "down": down}
+    for name, linear in linears.items():
+        if not (isinstance(linear, nn.Linear) and _plain.is_plain(linear)):
+            got = type(linear).__name__
+            raise TypeError(f"{name} must be a plain nn.Linear, without a forward or hooks of its own, got {got}")
+    first, of_first = next(iter(inputs.items()))
+    intermediate, hidden = of_first.weight.shape
+    for name, linear in linears.items():
+        expected = [hidden, intermediate] if name == "down" else [intermediate, hidden]
+        if list(linear.weight.shape) != expected:
+            raise ValueError(f"{name}.weight must be {expected}, got {list(linear.weight.shape)}")
+        for key, value in linear.named_parameters():
+            if value.dtype != of_first.weight.dtype:
+                expected_dtype = of_first.weight.dtype
+                raise TypeError(f"{name}.{key} must be {expected_dtype} as {first}.weight is, got {value.dtype}")
+    return hidden, intermediate
+
+
 def _name(module: Any) -> str:
     """The full name of a module's class."""
     return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from twell.base.arguments import require_integer
+from twell.call.execution import Aux
 from twell.nn import compaction
-from twell.nn.layers import explain
+from twell.nn.models import explain
 from twell.recipe import _aux
-from twell.runtime.log import warn_once
 
 
 class LayerStats(NamedTuple):
@@ -94,11 +94,9 @@ class SparsityTracker:
         self._neurons = {name: layer.intermediate for name, layer in self._layers.items()}
         for name, layer in self._layers.items():
             layer.record_aux = self._recorders[name].tracked = True
-        self._sums: Tensor | None = None  # float64 [L, 2]: l1 and l0
-        self._calls = [0] * len(self._layers)
+        self._sums: Tensor | None = None  # float64 [L, 3]: l1, l0 and their calls
         self._open: dict[str, Tensor] = {}
         self._step: int | None = None
-        self._ended: int | None = None
         self._observing = False
         self._called = False  # a layer has been called in a watch
         self._watched = False  # a watch of the open step has ended
@@ -134,11 +132,6 @@ class SparsityTracker:
         """Begin to watch, for code that cannot use ``with``; ``end`` or ``abandon`` must follow."""
         require_integer("step", step, 0)
         if step != self._step:
-            if self._step is None and step == self._ended:
-                warn_once(
-                    "SparsityTracker: read() or dead() between two micro-batches of a step ends it: what follows "
-                    "counts as another step; call them after the last micro-batch of a step"
-                )
             self._close_step()
             self._step = step
             self._observing = self.every > 0 and (self._fresh or step % self.every == 0)
@@ -176,42 +169,35 @@ class SparsityTracker:
                 "SparsityTracker: no layer was called in training mode in watch, or a model that was compiled before "
                 "skipped the tracker's hooks (torch.compiler.reset() helps)"
             )
-        device, totals = self._device(), list[Tensor]()
-        for i, recorder in enumerate(self._recorders.values()):
-            figures = [tuple(map(_aux.whole, aux)) for aux in recorder.figures]
-            recorder.figures.clear()
-            self._calls[i] += len(figures)
-            columns = zip(*figures) if figures else ((torch.zeros((), device=device),),) * 2
-            totals += [sum(c[1:], c[0]).to(device, torch.float64, non_blocking=True) for c in columns]
         with torch.inference_mode(False):
-            added = torch.stack(totals).view(-1, 2)
-            if self._sums is None:
-                self._sums = torch.zeros_like(added)
-            self._sums += added
+            added = torch.stack([self._added(recorder.figures) for recorder in self._recorders.values()])
+            self._sums = added if self._sums is None else self._sums + added
+        for recorder in self._recorders.values():
+            recorder.figures.clear()
+
+    def _added(self, figures: list[Aux]) -> Tensor:
+        """The sums of the figures of a layer, and how many there are, float64 [3]."""
+        total = torch.zeros(3, dtype=torch.float64, device=self._device())
+        for aux in figures:
+            values = (_aux.whole(value).to(total.device, total.dtype, non_blocking=True) for value in aux)
+            total += torch.stack([*values, torch.ones_like(total[0])])
+        return total
 
     def read(self) -> SparsityStats:
         """Return the figures of all ranks and reset L0 and L1. Every rank must call it: it takes part in an all-reduce.
 
-        Waits for the device.
+        Waits for the device. Call it after the last micro-batch of a step, as ``dead``: it ends the step.
         """
         self._close_step()
-        sums = torch.zeros(len(self._calls), 2, dtype=torch.float64, device=self._device())
-        if self._sums is not None:
-            sums.copy_(self._sums)
-        parts = [sums.flatten(), torch.tensor(self._calls, dtype=torch.float64, device=sums.device)]
-        if self._closed is not None and not self._reduced:
-            parts.append(self._closed.double())
-        packed = self._all_reduce(torch.cat(parts))
-        self._sums, self._calls = None, [0] * len(self._calls)
-        if len(parts) == 3:
-            self._closed, self._reduced = packed[len(sums) * 3 :].long(), True
-        values = packed[: len(sums) * 3].tolist()
-        means, calls = values[: len(sums) * 2], values[len(sums) * 2 :]
-        counts = self._counts(None if self._closed is None else self._closed.cpu())
+        sums = self._added([]).expand(len(self._layers), 3).contiguous() if self._sums is None else self._sums
+        self._sums, values, counts = None, self._all_reduce(sums).tolist(), self._counts()
         rows = []
-        for i, name in enumerate(self._neurons):
-            l1, l0 = (means[2 * i + j] / calls[i] if calls[i] else None for j in (0, 1))
-            rows.append(self._row(name, l0, l1, counts[name]))
+        for (name, neurons), (l1, l0, calls) in zip(self._neurons.items(), values):
+            of = None if counts is None else counts[name].cpu()
+            tokens = 0 if of is None else int(of[-1])
+            dead = None if of is None or not tokens else int((of[:-1] == 0).sum())
+            means = (l0 / calls, l1 / calls) if calls else (None, None)
+            rows.append(LayerStats(name, neurons, means[0], means[1], tokens, dead, strategy_of(self._layers[name])))
         return SparsityStats(tuple(rows))
 
     def dead(self) -> dict[str, Tensor]:
@@ -221,20 +207,15 @@ class SparsityTracker:
         others cost nothing and return the same tensors.
         """
         self._close_step()
-        if self._closed is not None and not self._reduced:
-            self._closed, self._reduced = self._all_reduce(self._closed), True
-        if self._dead is not None:
-            return dict(self._dead)
-        masks = {}
-        for name, counts in self._counts(self._closed).items():
-            weight = compaction.gate_of(self._layers[name]).weight
-            if counts is None:
-                masks[name] = torch.zeros(self._neurons[name], dtype=torch.bool, device=weight.device)
-            else:
-                firings, tokens = counts
-                masks[name] = ((firings == 0) & (tokens > 0)).to(weight.device, non_blocking=True)
-        self._dead = masks
-        return dict(masks)
+        counts = self._counts()
+        if self._dead is None:
+            self._dead = {}
+            for name, neurons in self._neurons.items():
+                device = compaction.gate_of(self._layers[name]).weight.device
+                # nothing is dead before the first observed step
+                of = torch.ones(neurons + 1, device=device) if counts is None else counts[name]
+                self._dead[name] = ((of[:-1] == 0) & (of[-1] > 0)).to(device, non_blocking=True)
+        return dict(self._dead)
 
     def _device(self) -> torch.device:
         return next(iter(self._layers.values())).down_proj.weight.device
@@ -244,16 +225,10 @@ class SparsityTracker:
         # not only where a layer was called: all ranks must have observed the same steps
         if self._step is not None and self._observing and self._watched:
             device = self._device()
-            flats = [
-                self._open[name].to(device)
-                if name in self._open
-                else torch.zeros(neurons + 1, dtype=torch.int64, device=device)
-                for name, neurons in self._neurons.items()
-            ]
+            none = {n: torch.zeros(n + 1, dtype=torch.int64, device=device) for n in self._neurons.values()}
+            flats = [self._open.get(name, none[n]).to(device) for name, n in self._neurons.items()]
             self._closed, self._reduced, self._dead, self._fresh = torch.cat(flats), False, None, False
             self._open.clear()
-        if self._step is not None:
-            self._ended = self._step
         self._step, self._watched = None, False
 
     def _all_reduce(self, packed: Tensor) -> Tensor:
@@ -261,19 +236,14 @@ class SparsityTracker:
             dist.all_reduce(packed)
         return packed
 
-    def _counts(self, closed: Tensor | None) -> dict[str, tuple[Tensor, ...] | None]:
-        if closed is None:
-            return dict.fromkeys(self._neurons)
-        parts = torch.split(closed, [size for neurons in self._neurons.values() for size in (neurons, 1)])
-        return dict(zip(self._neurons, zip(parts[::2], parts[1::2])))
-
-    def _row(self, name: str, l0: float | None, l1: float | None, counts: tuple[Tensor, ...] | None) -> LayerStats:
-        neurons, strategy = self._neurons[name], strategy_of(self._layers[name])
-        if counts is None:
-            return LayerStats(name, neurons, l0, l1, 0, None, strategy)
-        firings, tokens = counts
-        dead = int((firings == 0).sum()) if tokens else None
-        return LayerStats(name, neurons, l0, l1, int(tokens), dead, strategy)
+    def _counts(self) -> dict[str, Tensor] | None:
+        """The counts of each layer [N + 1] in the last observed step, over all ranks."""
+        if self._closed is None:
+            return None
+        if not self._reduced:
+            self._closed, self._reduced = self._all_reduce(self._closed), True
+        sizes = [neurons + 1 for neurons in self._neurons.values()]
+        return dict(zip(self._neurons, torch.split(self._closed, sizes)))
 
     def _observe(self, name: str, x: Tensor) -> None:
         """Count one call of a layer on x [..., K]."""

@@ -14,8 +14,9 @@ import twell
 from twell import ops
 from twell.choose.plan import route_of
 from twell.choose.site import AutoStrategy
+from twell.nn.autoencoder import SparseAutoencoder
 from twell.nn.float8 import Float8MLP
-from twell.nn.layers import SparseAutoencoder, SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.testing.bits import defined_parts
 from twell.testing.case import Case
 from twell.testing.formula import MAIN

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from twell.base.activation import Activation
 from twell.call.plain import HOOKS
-from twell.nn.converted import pair_up
+from twell.nn.pairs import pair_up
 
 Function = Callable[[Tensor], Tensor]
 Replace = Callable[[Any], object]

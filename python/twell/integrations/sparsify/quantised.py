@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from twell.call.plain import only_moves
-from twell.nn.converted import DeferredUp, PairDown
 from twell.nn.float8 import Float8MLP, Float8Projection
+from twell.nn.pairs import DeferredUp, PairDown
 from twell.nn.record import watch
 from twell.ops.float8 import BLOCK, E4M3, Float8, float8
 

@@ -29,20 +29,10 @@ from twell.integrations.sparsify.candidates import (
     outside_layers,
 )
 from twell.integrations.sparsify.known import LIKELY, SEQUENCE, Known, known, known_sequence
-from twell.nn.converted import (
-    GATED,
-    PLAIN,
-    Applied,
-    FusedGatedMLP,
-    GivenGatedMLP,
-    NamedGatedMLP,
-    NamedMLP,
-    SparseDown,
-    pair_up,
-    put_pair,
-    turn,
-)
-from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP, named_layers
+from twell.nn.converted import GATED, PLAIN, Applied, FusedGatedMLP, GivenGatedMLP, NamedGatedMLP, NamedMLP, turn
+from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.nn.models import named_layers
+from twell.nn.pairs import SparseDown, pair_up, put_pair
 from twell.runtime import geometry
 from twell.runtime.log import logger
 
