@@ -1,9 +1,6 @@
 """The modules: parameters, sharing, and the down weight's layout through everything that torch does to a module."""
 
-import contextlib
-import threading
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -178,30 +175,6 @@ def test_invariant_layers_do_not_run_dense_instead() -> None:
         mlp(x)
     (row,) = explain(mlp)
     assert row.strategy == "none"
-
-
-def test_settings_that_two_threads_set_fit_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp = SparseGatedMLP(16, 16, activation="fatrelu")
-    require = mlp._require
-
-    def set_other() -> None:
-        # which comes too late
-        with contextlib.suppress(ValueError):
-            mlp.activation = "relu"
-
-    other = threading.Thread(target=set_other)
-
-    def slowly(self: Any, name: str, value: Any) -> None:
-        require(name, value)
-        if name == "threshold":
-            other.start()
-            other.join(0.2)
-
-    monkeypatch.setattr(SparseGatedMLP, "_require", slowly)
-    mlp.threshold = 0.5
-    other.join()
-    assert (mlp.activation, mlp.threshold) == ("fatrelu", 0.5) == mlp._how.activation
-    assert mlp._how == mlp._asked()
 
 
 def test_a_threshold_that_is_set_within_a_call_is_of_the_next_one() -> None:

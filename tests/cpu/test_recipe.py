@@ -401,20 +401,12 @@ def test_reinitialize_draws_by_step_layer_and_seed() -> None:
     assert torch.equal(only.blocks[1].mlp.gate_proj.weight, first[1])
 
 
-def test_a_weight_of_two_layers_is_reinitialized_where_both_are_dead() -> None:
-    model = nn.ModuleList(SparseMLP(K, N) for _ in range(2))
+def test_a_weight_of_two_layers_is_refused() -> None:
+    model = nn.ModuleList(SparseMLP(K, N) for _ in range(3))
     model[1].up_proj.weight = model[0].up_proj.weight
-    before = model[0].up_proj.weight.detach().clone()
-    first, second = torch.arange(N) < 6, torch.arange(N) > 2
-    recipe.reinitialize_dead(model, {"0": first, "1": second}, step=0)
-    changed = (model[0].up_proj.weight != before).any(1)
-    assert torch.equal(changed, first & second)
-    # the other layer stays as it is; one that dead does not name need not have a weight
-    model.append(SparseMLP(K, N))
-    model[2].up_proj = nn.Sequential(model[2].up_proj)
-    before = model[0].up_proj.weight.detach().clone()
-    recipe.reinitialize_dead(model, {"0": first}, step=0)
-    assert torch.equal(model[0].up_proj.weight, before)
+    assert recipe.trained_layers(model) == {"2"}
+    with pytest.raises(ValueError, match="the gate of 0 must have a weight of its own, got one that another"):
+        recipe.reinitialize_dead(model, {"0": torch.arange(N) < 6}, step=0)
 
 
 def test_frozen_gates_can_be_left_out() -> None:

@@ -58,7 +58,7 @@ def test_a_fused_layer_is_not_divided_among_ranks() -> None:
     (layer,) = layers(take(model("fused"), strategy="union")).values()
     mesh: Any = types.SimpleNamespace(ndim=1)
     with pytest.raises(
-        ValueError, match="a gate and an up projection with parameters of their own, which ranks divide, got one fused"
+        ValueError, match="gate_proj must hold a weight and a bias as parameters of its own, got SharedLinear"
     ):
         SparseMLPParallel()._apply(layer, mesh)
 

@@ -355,26 +355,6 @@ def test_experts_in_e4m3_run_through_their_operator(
     assert y.dtype == torch.bfloat16
 
 
-def test_weights_of_16_bits_become_experts_in_e4m3(experts: Any, operator: list[Any]) -> None:
-    layer, _, _ = in_float8()
-    wide = [torch.randn(shape).bfloat16() for shape in ((E, N, K), (E, K, N))]
-    layer.quant_method = type("Fp8PtpcOnlineMoEMethod", (Fp8MoEMethod,), {})(Config())
-    layer.w13_weight, layer.w2_weight = (nn.Parameter(w.clone(), requires_grad=False) for w in wide)
-    del layer.w13_weight_scale, layer.w2_weight_scale, layer.w13_input_scale
-    layers = layers_of(experts, "row")
-    layers.take_float8(layer)
-    assert (layers.float8, layers.reasons) == (1, {})
-    layer.quant_method.process_weights_after_loading(layer)
-    for name, weight in zip(("w13", "w2"), wide, strict=True):
-        record = quantize(weight)
-        values = getattr(layer, f"{name}_weight").contiguous()
-        assert torch.equal(values.view(torch.uint8), record.values.view(torch.uint8))
-        assert torch.equal(getattr(layer, f"{name}_weight_scale"), record.scale)
-    x, _, _, ids, weights = drawn()
-    layer.quant_method.apply(layer, x, weights, ids)
-    assert operator[0][13] is None
-
-
 @pytest.mark.parametrize(
     ("change", "strategy", "reason"),
     [

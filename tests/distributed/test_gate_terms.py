@@ -99,7 +99,10 @@ def adapters(device: torch.device) -> None:
     for name in ("gate_proj", "up_proj", "down_proj"):
         model = make(device)
         setattr(model[0].mlp, name, Adapter(getattr(model[0].mlp, name)))
-        with pytest.raises(ValueError, match=f"{name} must hold its own weight and bias, got Adapter; merge adapters"):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} must hold a weight and a bias as parameters of its own, got Adapter: merge adapters",
+        ):
             divided(model, "tp")
         assert not any(isinstance(p, DTensor) for p in model[0].mlp.parameters())
 

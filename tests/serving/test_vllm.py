@@ -36,7 +36,6 @@ def test_relu_llama_has_the_same_tokens(eager: bool, relu: Path, serve: Serve, e
     [
         ("load_weights", "Llama", "", {"dtype": "float16"}),
         ("reload_weights", "Llama", "", {"enforce_eager": False}),
-        ("reload_weights", "Llama", "", {"quantization": "fp8_per_channel"}),
         ("reload_weights", "Llama", "channel", {}),
         ("reload_weights", "Llama", "fp8-static", {}),
         ("reload_weights", "NemotronH", "", {"request": EXPERTS}),

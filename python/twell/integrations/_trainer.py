@@ -77,7 +77,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             Files of an adapter have no place for it: save the model's configuration with them, or merge the adapter.
         attention_mask: leave padding out of the L1 term and of the non-zeros of ``nnz``: tokens at which the batch's
             ``attention_mask`` is 0, as ``recipe.l1_term`` does and at its cost. A batch without a mask has no padding.
-            False: padding counts; a warning says so if the first batch has some. Figures in logs count it, either way.
+            False: padding counts. Figures in logs count it, either way.
         reinitialize: fraction of ``recipe.reinitialize_dead``, which then runs after each optimizer step on layers
             whose gate is trained, with noise by Trainer's ``seed``; 0: never. The paper has 0.1.
         every: as in ``recipe.SparsityTracker``.
@@ -135,9 +135,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._micro_batches = self._scale = 1
         # passes in training mode since Trainer was last heard of, and whether a term of this step has had a gradient
         self._passes, self._arrived = 0, False
-        # of this pass; whether a batch has been looked at
+        # of this pass
         self._mask: Tensor | None = None
-        self._looked = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, hook the model."""
@@ -152,36 +151,28 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 owner._detach()
                 if second:
                     raise ValueError("SparsityCallback: expected one for a Trainer, got a second")
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"SparsityCallback: expected one process per GPU, got nn.DataParallel on {args.n_gpu} GPUs, whose "
-                "copies of the model record nothing; start with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU"
-            )
-        if args.label_smoothing_factor and self._adds_term:
-            raise ValueError(
-                f"SparsityCallback: label_smoothing_factor must be 0, got {args.label_smoothing_factor}: Trainer then "
-                "computes the loss outside the model; override compute_loss and add twell.recipe.l1_term there, with "
-                "coefficient=0 here"
-            )
-        if self.nnz is not None and args.load_best_model_at_end:
-            raise ValueError(
-                "SparsityCallback: load_best_model_at_end must be off with nnz: Trainer would go back to weights from "
-                "before the target was reached, and with moving_threshold to those of another threshold"
-            )
-        if self.moving_threshold and args.save_strategy == "best":
-            raise ValueError(
-                'SparsityCallback: save_strategy must not be "best" with moving_threshold: Trainer decides to save too '
-                "late for the threshold to be named"
-            )
-        if self.reinitialize and args.deepspeed:
-            raise ValueError("SparsityCallback: reinitialize must be 0 under DeepSpeed, which keeps copies of weights")
-        if self.reinitialize and not trained_layers(model):
-            logger.warning("SparsityCallback: no gate is trained, and reinitialize leaves frozen ones as they are")
-        if self.attention_mask and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise ValueError(
-                "SparsityCallback: attention_mask must be off for an encoder-decoder, whose decoder has other tokens, "
-                f"got {type(model).__name__}: padding counts then"
-            )
+        halves = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        wrong = {
+            f"expected one process per GPU, got nn.DataParallel on {args.n_gpu} GPUs, whose copies of the model record "
+            "nothing; start with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU": args.n_gpu > 1,
+            f"label_smoothing_factor must be 0, got {args.label_smoothing_factor}: Trainer then computes the loss "
+            "outside the model; override compute_loss and add twell.recipe.l1_term there, with coefficient=0 here": (
+                args.label_smoothing_factor and self._adds_term
+            ),
+            "load_best_model_at_end must be off with nnz: Trainer would go back to weights from before the target was "
+            "reached, and with moving_threshold to those of another threshold": (
+                self.nnz is not None and args.load_best_model_at_end
+            ),
+            'save_strategy must not be "best" with moving_threshold: Trainer decides to save too late for the '
+            "threshold to be named": self.moving_threshold and args.save_strategy == "best",
+            "reinitialize must be 0 under DeepSpeed, which keeps copies of weights": (
+                self.reinitialize and args.deepspeed
+            ),
+            "attention_mask must be off for an encoder-decoder, whose decoder has other tokens, got "
+            f"{type(model).__name__}: padding counts then": self.attention_mask and halves,
+        }
+        if said := next((said for said, is_so in wrong.items() if is_so), ""):
+            raise ValueError(f"SparsityCallback: {said}")
         self.tracker = SparsityTracker(model, every=self.every)
         if self.nnz is None and self._adds_term:
             recipe.record_aux(model, inputs=self.attention_mask)
@@ -200,7 +191,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 self._resume(saved.get("target"), state.global_step)
         self._model, self._state, self._epoch = model, state, None
         self._scale, self._passes, self._arrived = _loss_scale(args, model), 0, False
-        self._looked = self.attention_mask or not self._adds_term
         self._handles = [
             model.register_forward_pre_hook(_Hook(self._before), with_kwargs=True),
             model.register_forward_hook(_Hook(self._after), with_kwargs=True),
@@ -349,15 +339,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "mode, got none: its run was interrupted, and the L1 term has been in the loss of this one. The model "
                 "is as it was before now; train again"
             )
-        mask = kwargs.get("attention_mask")
-        self._mask = mask if self.attention_mask else None
-        if isinstance(mask, Tensor) and not self._looked:
-            self._looked = True
-            if mask.dim() == 2 and bool((mask == 0).any()):
-                logger.warning(
-                    "SparsityCallback: padding counts as tokens, so that the others have more non-zeros than the mean: "
-                    "attention_mask=True leaves it out, and costs another pass of the layers"
-                )
+        self._mask = kwargs.get("attention_mask") if self.attention_mask else None
         self.tracker.begin(self._step)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

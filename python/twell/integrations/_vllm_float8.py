@@ -5,8 +5,6 @@ each projection in the layer or for each row ([R] or [R, 1]), and ``input_scale`
 Then they turn weights to what their kernels take, and quantise gate and up again, to the larger scale of both. Here
 values stay those of the checkpoint, and each row has the scale of its projection. Experts have the same in a dimension
 more, and one static scale each, of which all take the largest, as in vLLM.
-
-Weights that vLLM is asked to quantise as it loads them are quantised here, by rows.
 """
 
 from typing import Any
@@ -15,14 +13,12 @@ import torch
 from torch import nn
 
 from twell.choose import tuning
-from twell.ops.float8 import E4M3, quantize
+from twell.ops.float8 import E4M3
 from twell.runtime import specs
 
-# vLLM's classes for checkpoints whose weights and inputs are both in e4m3, and for those that it quantises so.
+# vLLM's classes for checkpoints whose weights and inputs are both in e4m3.
 _STORED = ("Fp8LinearMethod", "CompressedTensorsW8A8Fp8", "ModelOptLinearMethod")
-_ONLINE = ("Fp8PerTensorOnlineLinearMethod", "Fp8PtpcOnlineLinearMethod")
 _EXPERTS = ("Fp8MoEMethod", "CompressedTensorsW8A8Fp8MoEMethod", "ModelOptFp8MoEMethod")
-_EXPERTS_ONLINE = ("Fp8PerTensorOnlineMoEMethod", "Fp8PtpcOnlineMoEMethod")
 # what vLLM's scales are before they are loaded
 _MISSING = torch.finfo(torch.float32).min
 
@@ -34,7 +30,7 @@ def why_not(first: Any, down: Any, on: torch.device) -> str:
         # another one turns what goes in and comes out
         if type(method).__name__ == "CompressedTensorsLinearMethod":
             method = layer.scheme
-        if reason := _other_format(layer, "", method, _STORED, _ONLINE):
+        if reason := _other_format(layer, "", method, _STORED):
             return reason
     if first.params_dtype != torch.bfloat16:
         return f"the model must be in bfloat16 with weights in e4m3, got {first.params_dtype}"
@@ -44,7 +40,7 @@ def why_not(first: Any, down: Any, on: torch.device) -> str:
 def why_not_experts(layer: Any, dtype: torch.dtype, gated: bool, invariant: bool, on: torch.device) -> str:
     """Why quantised experts run as without twell, whose inputs are of this dtype; "" if they need not."""
     for name in ("w13_", "w2_"):
-        if reason := _other_format(layer, name, layer.quant_method, _EXPERTS, _EXPERTS_ONLINE):
+        if reason := _other_format(layer, name, layer.quant_method, _EXPERTS):
             return reason
     if dtype != torch.bfloat16:
         return f"the model must be in bfloat16 with weights in e4m3, got {dtype}"
@@ -55,12 +51,10 @@ def why_not_experts(layer: Any, dtype: torch.dtype, gated: bool, invariant: bool
     return _no_kernels(on)
 
 
-def _other_format(layer: Any, prefix: str, method: Any, stored: tuple[str, ...], online: tuple[str, ...]) -> str:
-    """Why a weight, before it is loaded, is not in e4m3 and will not be, or has other scales; "" if neither."""
+def _other_format(layer: Any, prefix: str, method: Any, stored: tuple[str, ...]) -> str:
+    """Why a weight, before it is loaded, is not in e4m3, or has other scales; "" if neither."""
     weight, scale = (getattr(layer, f"{prefix}{name}", None) for name in ("weight", "weight_scale"))
     name = type(method).__name__
-    if weight is not None and name in online and weight.dtype.itemsize > 1:
-        return ""
     if weight is None or name not in stored or weight.dtype != E4M3:
         return f"all weights must be in 16 bits, or with their inputs in e4m3, got {name}"
     *experts, rows, _ = weight.shape
@@ -82,15 +76,12 @@ def load(layer: Any) -> None:
     Again without effect. Raises ValueError where the checkpoint lacks a scale.
     """
     weight, given = layer.weight.data, getattr(layer, "input_scale", None)
-    if weight.dtype == E4M3:
-        scale = layer.weight_scale.data.flatten()
-        for name, of in (("weight_scale", scale), ("input_scale", given)):
-            if of is not None and bool((of == _MISSING).any()):
-                raise ValueError(f"{layer.prefix}.{name} must be in the checkpoint, got none for a projection")
-        if len(scale) != len(weight):
-            scale = torch.cat([of.expand(width) for of, width in zip(scale, layer.logical_widths, strict=True)])
-    else:
-        layer.weight.data, scale = quantize(weight)
+    scale = layer.weight_scale.data.flatten()
+    for name, of in (("weight_scale", scale), ("input_scale", given)):
+        if of is not None and bool((of == _MISSING).any()):
+            raise ValueError(f"{layer.prefix}.{name} must be in the checkpoint, got none for a projection")
+    if len(scale) != len(weight):
+        scale = torch.cat([of.expand(width) for of, width in zip(scale, layer.logical_widths, strict=True)])
     layer.weight_scale = nn.Parameter(scale, requires_grad=False)
     layer.input_scale = _largest(given)
     _refuse_others(layer)
@@ -99,12 +90,8 @@ def load(layer: Any) -> None:
 def load_experts(layer: Any) -> None:
     """As ``load``, of experts without a gate: w13_weight [E, N, K] and w2_weight [E, K, N], with scales of rows."""
     for name in ("w13", "w2"):
-        weight = getattr(layer, f"{name}_weight")
-        if weight.dtype == E4M3:
-            stored = getattr(layer, f"{name}_weight_scale").data
-            scale = stored.reshape(len(weight), -1).expand(weight.shape[:2]).contiguous()
-        else:
-            weight.data, scale = quantize(weight.data)
+        weight, stored = (getattr(layer, f"{name}_{of}").data for of in ("weight", "weight_scale"))
+        scale = stored.reshape(len(weight), -1).expand(weight.shape[:2]).contiguous()
         setattr(layer, f"{name}_weight_scale", nn.Parameter(scale, requires_grad=False))
     layer.w13_input_scale = _largest(getattr(layer, "w13_input_scale", None))
     _refuse_others(layer)

@@ -275,8 +275,6 @@ def replace(model: nn.Module, name: str, ffn: FFN, route: Route, compression: in
     float8 = is_quantised(first)
     both: tuple[Any, Any] = HandsOn(site, ffn.gated, float8), RunsFFN(first, ffn, route, compression, float8)
     for layer, ours in zip((first, down), both, strict=True):
-        # vLLM loads weights that it is to quantise layer by layer
-        ours.uses_meta_device = getattr(layer.quant_method, "uses_meta_device", False)
         layer.quant_method = ours
     if ffn.gated:
         model.set_submodule(name, ServedMLP(module, first, down))

@@ -8,21 +8,8 @@
     model = twell_hf.load("runs/relu/final")  # any saved causal model with ReLU, squared ReLU, dReLU or FATReLU
     model = twell_hf.load("SakanaAI/SparseLM0.5B", dtype=torch.bfloat16)  # and the paper's, in the stock class
 
-``generate`` works as with any model. Prefill runs the kernels for many tokens and decode those for few tokens; the
-operators choose by the number of rows. For small batches the host bounds the speed; with a static cache transformers
-compiles the decoding step into CUDA graphs::
-
-    model.generate(**inputs)  # once, eagerly: a graph keeps the choice of strategy="auto" from before it was made
-    model.generate(**inputs, cache_implementation="static")  # its first call compiles
-
-To compile by hand for the static cache, replace ``model.forward`` with
-``torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)``.
-
 ``down_proj.weight`` is [hidden, intermediate] in files and in memory, as in the stock classes, so files load either
-way. For inference on a GPU the layers store it by rows, in ``eval`` mode and while nothing else holds it:
-``sparsify`` and ``load`` do so at once if the model is there, else the first eager call does. A ``device_map`` may
-spread the model over GPUs, before or after ``sparsify``, but not offload it: weights on the CPU or on disk are refused
-before it, and after it run dense or raise.
+way. A ``device_map`` may spread the model over GPUs, but not offload it. docs/serving.md has ``generate``.
 """
 
 import re

@@ -1,23 +1,9 @@
 """twell in vLLM: models with ReLU or another of its family, by ``pip install twell`` beside vLLM.
 
 vLLM calls ``register``, an entry point of its group ``vllm.general_plugins``, in each of its processes. From then on it
-serves, with the FFNs through twell,
-
-- ``SparseLlamaForCausalLM`` and ``SparseQwen2ForCausalLM``, the paper's checkpoints and those of twell 0.3: with ReLU,
-  whatever stock activation the configuration names;
-- the architectures of ``LLAMA_LIKE`` where the configuration names "relu" or its square, "relu2". vLLM's own classes
-  refuse those, so they run through its Transformers backend, as the first do;
-- what vLLM itself runs through its Transformers backend, with "relu" or "relu2", with or without a gate;
-- all of these with "drelu", or with "fatrelu" and its threshold;
-- vLLM's own classes of Nemotron, Nemotron-H (dense layers, shared and routed experts), OPT and, in versions that have
-  them, Arcee and Jais 2, with "relu" or "relu2"; routed experts with "relu2" alone;
-- all of these with weights and inputs in e4m3, with scales of rows or tensors (``_vllm_float8``).
-
-All other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell, and so are all models
-with a vLLM older than ``LOWEST``. ``TWELL_VLLM=off`` switches it off, and so does ``VLLM_PLUGINS`` without "twell".
-The configuration may have ``sparsity_strategy``, ``sparsity_screen``, ``sparsity_invariant`` and
-``sparsity_compression``, as ``twell.integrations.transformers.load`` reads them:
-``--hf-overrides '{"sparsity_strategy": "dense"}'``.
+serves what docs/serving.md lists: the ``SPARSE`` architectures; those of ``LLAMA_LIKE`` and of vLLM's Transformers
+backend with ReLU or another activation of its family; and vLLM's own classes of Nemotron, OPT, Arcee and Jais 2. All
+other models, and models with ``model_impl`` "vllm" or "transformers", are as without twell.
 
 Importing this module imports neither vLLM nor CUDA. ``_vllm_model`` has the model, ``_vllm_experts`` routed experts.
 """

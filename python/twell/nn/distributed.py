@@ -1,17 +1,11 @@
 """Several GPUs: tensor parallelism for the modules of ``twell.nn``, and plans for whole models.
 
-Data parallelism needs nothing from here. ``DistributedDataParallel``, ``FullyShardedDataParallel`` and ``fully_shard``
-(FSDP2) take the modules as they are. FSDP2 refuses down weights that ``twell.nn.set_down_layout`` stored by rows, FSDP1
-takes them. Under FSDP2 the ``aux`` of a layer may enter the loss beside the model's output, as usual. For a loss of
-``aux`` alone FSDP2 does not gather the weights again for backward, unless ``aux`` is part of the output.
+Data parallelism needs nothing from here: DDP, FSDP1 and ``fully_shard`` (FSDP2) take the modules as they are, and
+``torch.distributed.checkpoint`` stores them. FSDP2, and ``broadcast_from_rank0`` of a state dict, need down weights
+that ``twell.nn.set_down_layout`` did not store by rows. For a loss of ``aux`` alone FSDP2 does not gather the weights
+again.
 
-``torch.distributed.checkpoint`` stores and loads the modules as they are. Do not use ``broadcast_from_rank0`` for a
-state dict with down weights stored by rows: torch silently broadcasts the storage of such a tensor as if it were
-contiguous.
-
-Tensor parallelism divides neurons: each rank holds rows of gate and up and columns of down and packs its own neurons;
-the outputs are summed. The functions do so for any DTensors with these placements; ``SparseMLPParallel`` places those
-of a module and ``tensor_parallel_plan`` those of a model::
+Tensor parallelism divides neurons: each rank holds rows of gate and up and columns of down; the outputs are summed::
 
     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], twell.nn.distributed.tensor_parallel_plan(model))
@@ -33,6 +27,7 @@ from torch.utils import _pytree as pytree
 from twell.base.arguments import require, require_flag
 from twell.call import sharding
 from twell.call.execution import Aux
+from twell.nn import down_layout
 from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.ops.library import no_view
 from twell.runtime.log import logger
@@ -90,17 +85,13 @@ class SparseMLPParallel(ParallelStyle):
             raise TypeError(f"{name}: module must be a SparseGatedMLP or a SparseMLP, got {type(module).__name__}")
         if device_mesh.ndim != 1:
             raise ValueError(f'{name}: the mesh must have one dimension, as mesh["tp"] has, got {device_mesh}')
-        if not all(isinstance(linear.weight, nn.Parameter) for linear in _inputs(module)):
-            raise ValueError(
-                f"{name}: the module must have a gate and an up projection with parameters of their own, which ranks "
-                "divide, got one fused tensor or parametrizations"
-            )
         for which in ("gate_proj", "up_proj", "down_proj"):
             linear = getattr(module, which, None)
             if isinstance(linear, nn.Module) and not linear._parameters.keys() >= {"weight", "bias"}:
                 raise ValueError(
-                    f"{name}: {which} must hold its own weight and bias, got {type(linear).__name__}; merge "
-                    "adapters and remove parametrizations first"
+                    f"{name}: {which} must hold a weight and a bias as parameters of its own, got "
+                    f"{type(linear).__name__}: merge adapters and remove parametrizations first; gate and up in one "
+                    "are not divided"
                 )
         if isinstance(module.down_proj.weight, DTensor):
             raise ValueError(f"{name}: the module must hold plain parameters, got {module.down_proj.weight.placements}")
@@ -112,15 +103,10 @@ class SparseMLPParallel(ParallelStyle):
         for linear in _inputs(module):
             for parameter in dict(linear.named_parameters()):
                 _distribute(linear, parameter, device_mesh, Shard(0), source)
-        down = module.down_proj
-        if down.bias is not None:
-            _distribute(down, "bias", device_mesh, Replicate(), source)
-        if module.down_layout == "rows":
-            # a rank's rows of the transposed weight are again stored by rows
-            rows = distribute_tensor(down.weight.detach().t(), device_mesh, [Shard(0)], src_data_rank=source)
-            down.weight = nn.Parameter(rows.t(), down.weight.requires_grad)
-        else:
-            _distribute(down, "weight", device_mesh, Shard(1), source)
+        if module.down_proj.bias is not None:
+            _distribute(module.down_proj, "bias", device_mesh, Replicate(), source)
+        _distribute(module.down_proj, "weight", device_mesh, Shard(1), source)
+        down_layout.store(module.down_proj.weight, rows=module.down_layout == "rows")
 
         input_layouts, output_layouts, local = self.input_layouts, self.output_layouts, self.use_local_output
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,9 +17,6 @@ from twell.runtime import geometry, modes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-# held from the check of a setting until it is taken, as the one may not go with another's new value
-_lock = threading.RLock()
 
 
 def name_of(strategy: Any) -> Any:
@@ -38,9 +34,8 @@ def setting(name: str) -> Any:
         return self.__dict__[kept]
 
     def put(self: Configured, value: Any) -> None:
-        with _lock:
-            self._require(name, value)
-            self._set(**{kept: value})
+        self._require(name, value)
+        self._set(**{kept: value})
 
     return property(get, put)
 
@@ -90,10 +85,9 @@ class Configured(nn.Module):
 
     def _set(self, **settings: Any) -> None:
         """Take settings that were checked; what calls ask is of one moment."""
-        with _lock:
-            self.__dict__.update(settings)
-            if "_how" in self.__dict__:
-                self.__dict__["_how"] = self._asked()
+        self.__dict__.update(settings)
+        if "_how" in self.__dict__:
+            self.__dict__["_how"] = self._asked()
 
     def _asked(self) -> How:
         """What calls ask by the settings."""

@@ -15,15 +15,11 @@
         if step % 10 == 0:
             print(step, tracker.read().summary())
 
-The method needs only ``l1_term``; the paper's numbers are without reinitialisation unless it says so.
 ``TargetSparsity`` takes a number of non-zeros instead of a coefficient; ``TargetThreshold`` reaches it with FATReLU.
-For the Trainer of transformers there is ``twell.integrations.transformers.SparsityCallback``.
 
-Under torch.compile: call ``record_aux`` and make the tracker before the first step. A graph keeps the strategy of its
-trace, in training usually "dense"; ``twell.nn.set_strategy(model, "union")`` before the model is compiled names it.
-Activation checkpointing needs ``use_reentrant=False``. Inside a graph compiled with ``fullgraph=True`` it also needs
-``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``; without
-fullgraph, or around compiled blocks, it needs nothing more.
+Under torch.compile: call ``record_aux`` and make the tracker before the first step. Activation checkpointing needs
+``use_reentrant=False``, and inside a graph compiled with ``fullgraph=True`` also
+``torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True``.
 """
 
 from twell.recipe._aux import clear_aux, l1_warmup, layers, record_aux

@@ -1,7 +1,7 @@
 """Draw dead neurons back towards their initialisation."""
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -37,8 +37,7 @@ def reinitialize_dead(
     Args:
         module: a layer, or a model with layers.
         dead: bool [N] on the layer's device; for a model a mapping from names of layers to these, as
-            ``SparsityTracker.dead`` returns. Layers that it does not name stay as they are. In a parameter that layers
-            have in common, rows change that are dead in all of them.
+            ``SparsityTracker.dead`` returns. Layers that it does not name stay as they are.
         step: the noise is a function of ``seed``, this step and the layer's index: the same on all ranks, and after a
             resume.
 
@@ -49,9 +48,9 @@ def reinitialize_dead(
 
     The optimizer's state stays as it is. A dead neuron has no gradient, so its moments have decayed to nothing; weight
     decay applies as ever. An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to
-    those copies then. A weight that is frozen, as below an adapter, or computed from others, as by weight_norm or
-    pruning, raises ValueError: ``trained_layers`` has the layers without. Biases stay, so a neuron that its bias alone
-    keeps silent may stay dead.
+    those copies then. A weight that is frozen, as below an adapter, computed from others, as by weight_norm or pruning,
+    or that layers share raises ValueError: ``trained_layers`` has the layers without. Biases stay, so a neuron that its
+    bias alone keeps silent may stay dead.
     """
     require_number("fraction", fraction, 0, 1)
     require_number("std", std, 0)
@@ -67,44 +66,34 @@ def reinitialize_dead(
     require("dead", dead, Mapping, "a bool tensor [N] or a mapping from names of layers to these")
     if unknown := dead.keys() - found.keys():
         raise ValueError(f"dead must name layers of the module ({', '.join(found)}), got {', '.join(sorted(unknown))}")
-    # rows by the weight that layers may have in common: the first layer's place, the weight, the mask
-    drawn: dict[tuple[int, int], tuple[int, Tensor, Tensor]] = {}
-    kept: dict[tuple[int, int], Any] = {}
+    drawn: list[tuple[int, Tensor, int, Tensor]] = []
     for place, (name, layer) in enumerate(found.items()):
-        projection, first = _gate_rows(layer)
-        weight = getattr(projection, "weight", None)
-        key = id(weight), first
         if name not in dead:
-            kept[key] = weight
             continue
-        if obstacle := _obstacle(layer):
-            raise ValueError(f"the gate of {name or 'the layer'} must {obstacle}: leave the layer out of dead")
-        neurons, mask = layer.intermediate, dead[name]
-        weight = _whole(name, weight, 2 * neurons if isinstance(layer, FusedGatedMLP) else neurons)
-        require(f"dead of {name or 'the layer'}", mask, Tensor, "a bool tensor")
+        where, mask, neurons = name or "the layer", dead[name], layer.intermediate
+        if obstacle := _obstacle(layer, found.values()):
+            raise ValueError(f"the gate of {where} must {obstacle}: leave the layer out of dead")
+        projection, first = _gate_rows(layer)
+        weight = _whole(name, projection.weight, 2 * neurons if isinstance(layer, FusedGatedMLP) else neurons)
+        require(f"dead of {where}", mask, Tensor, "a bool tensor")
         if mask.dtype != torch.bool or mask.shape != (neurons,):
-            raise ValueError(
-                f"dead of {name or 'the layer'} must be bool [{neurons}], got {mask.dtype} {list(mask.shape)}"
-            )
-        if key in drawn:
-            place, _, others = drawn[key]
-            mask = mask & others.to(mask.device)
-        drawn[key] = place, weight, mask
-    for key, (place, weight, mask) in drawn.items():
-        if key in kept:
-            continue
+            raise ValueError(f"dead of {where} must be bool [{neurons}], got {mask.dtype} {list(mask.shape)}")
+        drawn.append((place, weight, first, mask))
+    for place, weight, first, mask in drawn:
         # neighbouring steps and layers must not share seeds
         number = random.Random(f"{seed} {step} {place}").getrandbits(62)
         source = torch.Generator(weight.device).manual_seed(number)
-        _reinitialize(weight, key[1], mask, fraction, std, source)
+        _reinitialize(weight, first, mask, fraction, std, source)
 
 
 def trained_layers(module: nn.Module) -> set[str]:
     """The names of the layers whose dead neurons ``reinitialize_dead`` can draw again: their gate's weight is trained.
 
-    It leaves out layers whose gate is frozen, as below an adapter, or computed from others, as by weight_norm.
+    It leaves out layers whose gate is frozen, as below an adapter, computed from others, as by weight_norm, or that of
+    another layer, too.
     """
-    return {name for name, layer in layers(module).items() if not _obstacle(layer)}
+    found = layers(module)
+    return {name for name, layer in found.items() if not _obstacle(layer, found.values())}
 
 
 def _gate_rows(layer: Any) -> tuple[nn.Module, int]:
@@ -114,15 +103,19 @@ def _gate_rows(layer: Any) -> tuple[nn.Module, int]:
     return compaction.gate_of(layer), 0
 
 
-def _obstacle(layer: Any) -> str:
-    """What the gate of a layer must be that it is not: its weight is computed from others, or frozen; "" if nothing."""
+def _obstacle(layer: Any, every: Iterable[Any]) -> str:
+    """What the gate of a layer among others must be that it is not; "" if nothing."""
     projection, _ = _gate_rows(layer)
     computed = [each for each in ("weight_orig", "weight_g") if each in projection._parameters]
     if computed or parametrize.is_parametrized(projection, "weight"):
         source = " and ".join(computed) or "parametrizations"
         return f"have its weight as a parameter, got one computed from {source}"
     trained = getattr(getattr(projection, "weight", None), "requires_grad", False)
-    return "" if trained else "be trained, got no weight that requires grad"
+    if not trained:
+        return "be trained, got no weight that requires grad"
+    others = (_gate_rows(other)[0] for other in every if other is not layer)
+    shared = any(getattr(other, "weight", None) is projection.weight for other in others)
+    return "have a weight of its own, got one that another layer has, too" if shared else ""
 
 
 def _reinitialize(

@@ -85,45 +85,18 @@ def sparsify_(
     Others stay as they are. If they look like feed-forward layers, one line of the log says so, with the call that
     tries them.
 
-    A module that is a layer as a whole becomes one of ``twell.nn`` with the same children. It stays the same object, so
-    every reference to it holds; its own code is gone, and a method of it that was kept elsewhere raises or computes the
-    same. An ``nn.Sequential`` of Linear, activation and Linear alone, ``names=("0", "2")``, is such a module, and can
-    no longer be indexed. In any other block two layers become a pair: the first and the activation leave their work to
-    the second. The block stays.
+    A module that is a layer as a whole stays the same object and becomes one of ``twell.nn`` with the same children. In
+    any other block two layers become a pair: the first and the activation leave their work to the second. Parameters
+    stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints and tied
+    weights hold. In inference on a GPU a layer stores its down weight by rows (``twell.nn.set_down_layout``). A module
+    used in several places is replaced once, in all of them. Experts that are modules count as layers.
 
-    Dropout of the hidden state stays: a training pass in which it drops values runs the model's own operators. Linear
-    layers of classes of their own stay, too; those that cast their weights to the dtype of x still do.
-
-    Parameters stay the same objects, stored as they were, and state dicts keep their keys, so optimizers, checkpoints
-    and tied weights hold. Projections that become other objects keep the attributes that were set on them.
-    In inference on a GPU a layer stores its down weight by rows while nothing else holds it
-    (``twell.nn.set_down_layout``). A module used in several places is replaced once, in all of them. Experts that
-    are modules count as layers; experts stacked in one tensor stay as they are, which is logged. Hooks of
-    accelerate that only move tensors between devices work on.
-
-    Projections that transformers has loaded in e4m3, by ``FP8Linear`` or compressed-tensors, become a
-    ``twell.nn.Float8MLP``, for inference. Scales of blocks, or a projection in 16 bits, make it a layer in bfloat16 of
-    dequantised weights, which a warning says. The model must be in bfloat16 and not have run, and its
-    ``save_pretrained`` refuses from then on.
-
-    Projections of layers that are modules of their own may have adapters of peft, or weights that bitsandbytes holds in
-    4 bits or torchao in a weight-only format. They stay as they are; the page on models says which run sparse.
-
-    What is checked: two copies of the module with small random weights run on the CPU, one of them with the layer or
-    the pair in it, in float32, in the model's dtype, under autocast and with x of another dtype than the weights, in
-    training and in evaluation, for one token and for several, at ordinary and at extreme magnitudes. Outputs,
-    gradients, and what the run has set must agree, and a refusal says what differs. Each gate must be made by an
-    activation of the family; a threshold must be an attribute. A block must run on x alone. The model's own modules
-    are never run, and its tensors are neither read nor needed, except for buffers: it may be on ``meta``. Blocks of
-    known classes are not run.
-
-    What is the word of who names a module: that its code does not branch on anything that these runs do not vary
-    (longer inputs, other devices, settings that change later), and that it leaves nothing behind in globals.
-
-    What is later put around, in place of or between the two layers of a pair, hooks, adapters and a dropout that drops
-    among it, computes what it would without twell: what needs the first layer's output has it computed, and the rest
-    runs dense, after a warning. Pairs in e4m3 raise NotImplementedError then, as do figures and ``invariant``. So do
-    an input that is changed in place between the two layers, and reentrant checkpointing of one of them alone.
+    Projections that transformers has loaded in e4m3 become a ``twell.nn.Float8MLP``, for inference, or a layer in
+    bfloat16 of dequantised weights, which a warning says; ``save_pretrained`` refuses from then on. Others may have
+    adapters of peft, or weights that bitsandbytes holds in 4 bits or torchao in a weight-only format. docs/models.md
+    says which run sparse, what else may be put around layers later, and what is checked: two copies of a module run on
+    the CPU with small random weights, one of them with the layer or the pair in it. The model's own modules are never
+    run, and its tensors are neither read nor needed, except for buffers: it may be on ``meta``.
 
     Args:
         model: any module that is or contains such layers; for a model of transformers see
