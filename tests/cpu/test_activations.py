@@ -19,9 +19,6 @@ from twell.runtime import geometry
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-# Results
-
-
 # Special values
 
 
@@ -126,9 +123,6 @@ def test_derivatives_of_dense_layers_to_any_order(name: Any) -> None:
     assert torch.autograd.gradgradcheck(
         lambda *t: twell.sparse_gated_ffn(*t, strategy="dense", **activation.options()), leaves
     )
-
-
-# Modules
 
 
 def test_thresholds_may_be_numbers_of_numpy() -> None:

@@ -87,13 +87,6 @@ def test_few_tokens_are_one_pass_where_it_runs() -> None:
         assert (decision.strategy, decision.final) == ("dense", False)
 
 
-def test_a_sliced_layer_learns_its_union(free_choice: None) -> None:
-    site, figures = sites.AutoStrategy(), Figures(690, None, 870)
-    site.observe(problem(1024, n=131072), figures)
-    route = site.begin(torch.zeros(1024, 2048, dtype=BF16), 131072, True, False, False)
-    assert (route.strategy, route.measurement is not None) == ("union", True)
-
-
 def test_a_change_must_promise_two_percent(monkeypatch: pytest.MonkeyPatch) -> None:
     for row, union, current, expected in (
         (0.50, 0.492, "row", "row"),
@@ -150,33 +143,6 @@ def test_training_keeps_room_for_what_recent_calls_needed() -> None:
     # few tokens, no gradients: as much as there may be, and never more than without figures
     assert rates.held(few, (29.3,)) == rates.held(problem(), (29.3,)) == 0
     assert geometry.hybrid_capacity(16384, 5632, rates.held(call, (911.0,))) == geometry.hybrid_capacity(16384, 5632)
-
-
-def test_graphs_of_many_sizes_have_a_choice_each() -> None:
-    site, figures, tokens = sites.AutoStrategy(), Figures(60, None, 120), (72, 80, 96, 128)
-    site.observe(problem(72), figures)
-    chosen = {m: site._peek(problem(m), record=True)[0] for m in tokens}
-    assert chosen == {m: rates.decide(problem(m), figures).strategy for m in tokens}
-    # neighbours that are alike share a row
-    alike = [[m for m in tokens if chosen[m] == route] for route in dict.fromkeys(chosen.values())]
-    assert len(alike) == 2
-    shown = [f"{each[0]} to {each[-1]}" if len(each) > 1 else str(each[0]) for each in alike]
-    assert [(row.tokens, row.strategy) for row in site.explain() if row.graph] == [
-        *zip(shown, dict.fromkeys(chosen.values()))
-    ]
-
-
-def test_routes_hold_for_one_layer(chooses: Arrivals) -> None:
-    site, x, found = sites.AutoStrategy(period=64), torch.zeros(100, K, dtype=BF16), []
-    site.observe(Problem(100, K, N, True, True), SPARSE)
-    for n, expected in ((N, "union"), (2 * N, "dense"), (N, "dense")):
-        routes = [site.begin(x, n, True, True, False) for _ in range(4)]
-        assert {route.strategy for route in routes} == {expected}
-        ((bucket, version),) = {id(route.until[0]): route.until for route in routes if route.until}.values()
-        assert (bucket.problem.n, bucket.version) == (n, version)
-        found.append((bucket, version))
-    # those of another layer hold no longer
-    assert [bucket.version == version for bucket, version in found] == [False, False, True]
 
 
 def test_checkpoints_and_backward_passes_keep_no_routes(chooses: Arrivals) -> None:
@@ -241,13 +207,6 @@ def test_explain_shows_calls_that_ran_under_autocast() -> None:
     mlp._auto.choose(Problem(256, K, N, True, True))
     (row,) = twell.explain(mlp)
     assert (row.kind, row.strategy, row.calls) == ("training", "dense", 1)
-    # a layer whose calls raise for another reason has no such history
-    for projection in (mlp.gate_proj, mlp.up_proj):
-        projection.weight = torch.nn.Parameter(torch.empty(100, K, device="meta", dtype=BF16))
-    mlp.down_proj.weight = torch.nn.Parameter(torch.empty(K, 100, device="meta", dtype=BF16))
-    (row,) = twell.explain(mlp)
-    assert row.strategy == "none"
-    assert row.reason.startswith("calls raise: N must be a positive multiple of 8")
 
 
 def test_a_dense_layer_of_one_product_is_harder_to_beat(chooses: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,18 +442,6 @@ def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.Mo
     mlp = SparseMLP(K, N, device="meta", dtype=BF16)
     assert mlp(torch.empty(3, K, device="meta", dtype=BF16)).is_meta
     assert strategies_of(mlp) == [("any", "dense")]
-
-
-def test_calls_that_a_site_does_not_heed_leave_nothing(chooses: Arrivals) -> None:
-    class OfMany(twell.AutoStrategy):
-        def heeds(self, x: Tensor) -> bool:
-            return len(x) > 40
-
-    site, weights = OfMany(), [torch.randn(N, K).to(BF16) for _ in range(3)]
-    for m in (33, 40, 64):
-        twell.sparse_gated_ffn(torch.randn(m, K).to(BF16), *weights[:2], weights[2].t(), strategy=site)
-    assert [(choice.tokens, choice.calls) for choice in site.explain()] == [("33 to 64", 1)]
-    assert len(chooses.sent) == 1
 
 
 # Telling people

@@ -11,7 +11,6 @@ import torch
 from auto_layers import BF16, Arrivals, K, N, layer, screened_seconds
 
 import twell
-from tests import programs
 from tests.cpu import fake_gpu
 from twell import AutoStrategy, ops, testing
 from twell.base.activation import RELU
@@ -80,11 +79,6 @@ def test_never_screens_without_candidates_or_kernels(current: str | None) -> Non
 
 
 # Candidates
-
-
-def test_bits_are_counted() -> None:
-    words = torch.randint(-(1 << 31), 1 << 31, (3, 24)).int()
-    assert screened.ones_of(words).tolist() == programs.listed(words, 768).sum(1).tolist()
 
 
 def test_a_screened_call_counts_the_lists_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_runs_commands(bundle: Path, tmp_path: Path) -> None:
     done = run(bundle, "python3", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "on a CPU" in done.stdout
-    done = run(bundle, "python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cpu/test_packed.py")
+    done = run(bundle, "python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cpu/test_memory.py")
     assert done.returncode == 0, done.stdout + done.stderr
     done = run(bundle, "python3", "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "a b", "")
     assert (done.returncode, done.stdout.strip()) == (7, "['a b', '']")

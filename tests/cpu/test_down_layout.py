@@ -7,7 +7,6 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -302,27 +301,6 @@ def test_compiled_calls_follow_the_layout() -> None:
     assert layout(model) == "rows"
     assert all(p.is_contiguous() for p in compiled.parameters())
     assert torch.equal(generate(compiled), expected)
-
-
-def test_threads_may_call_and_list_at_once() -> None:
-    torch.manual_seed(0)
-    model = MODELS["SparseGatedMLP"]().eval()
-    set_down_layout(model, "linear")
-    x = torch.randn(3, K).to(BF16)
-    with torch.no_grad():
-        expected = model(x)
-    set_down_layout(model, "auto")
-
-    def work(lists: bool) -> None:
-        for _ in range(100):
-            if lists:
-                sum(p.numel() for p in model.parameters())
-            else:
-                with torch.no_grad():
-                    assert torch.equal(model(x), expected)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, (True, False, False, False)))
 
 
 def test_memory_that_another_tensor_has_stays() -> None:

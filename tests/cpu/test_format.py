@@ -10,12 +10,6 @@ def test_words_and_capacity() -> None:
     assert [geometry.capacity(c) for c in geometry.COMPRESSIONS] == [127, 63, 31]
 
 
-@pytest.mark.parametrize("compression", [-2, 0, 1, 3, 16, 256])
-def test_other_compressions_are_refused(compression: int) -> None:
-    with pytest.raises(ValueError, match=f"got {compression}"):
-        geometry.words_per_tile(compression)
-
-
 @pytest.mark.parametrize("n", [8, 264, 5632, 8192, 16392, 65528, 65536])
 @pytest.mark.parametrize(
     "m", [0, 1, 127, 128, 129, 4096, 4097, 8192 + 130, 16384, 47616, 47617, 100_000, 1_000_000, 40_000_001]
@@ -32,13 +26,6 @@ def test_union_slices(m: int, n: int) -> None:
     lengths = [geometry.token_tiles(last - first) for first, last in slices]
     assert len(set(lengths[:-1])) <= 1
     assert lengths == sorted(lengths, reverse=True)
-
-
-def test_union_slices_of_known_sizes() -> None:
-    assert geometry.union_slices(16384, 5632) == [(0, 16384)]
-    assert geometry.union_slices(4096 + 130, 65536) == [(0, 1536), (1536, 3072), (3072, 4226)]
-    assert geometry.union_slices(2048, 65536) == [(0, 2048)]
-    assert geometry.union_slices(2048 + 1, 65536) == [(0, 1152), (1152, 2049)]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -266,15 +265,6 @@ def test_any_number_in_any_place_is_refused_or_stays_in_the_tensors(maker: host.
     assert not outside
 
 
-def test_absurd_numbers_of_arguments_are_refused(maker: host.Maker) -> None:
-    assert maker(tensor(encoded([[(INT, 1)] * 64])), print) is not None
-    with pytest.raises(ValueError, match=r"^expected a launch of up to 64 arguments, got 65$"):
-        maker(tensor(encoded([[(INT, 1)] * 65])), print)
-    assert maker(tensor(encoded([], operands=[OPERAND] * 63))) is not None
-    with pytest.raises(ValueError, match=r"^expected 1 to 64 tensors given, got 65$"):
-        maker(tensor(encoded([], operands=[OPERAND] * 64)))
-
-
 def test_code_and_kernels_of_other_types_are_refused(maker: host.Maker) -> None:
     code = tensor(WHOLE)
     with pytest.raises(TypeError, match=r"^expected a tensor of code and kernels, got none"):
@@ -353,35 +343,6 @@ def test_threads_run_one_program_at_the_same_time(maker: host.Maker) -> None:
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(lambda _: run(), range(8)))
     assert not wrong
-
-
-def resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def test_making_programs_does_not_leak(maker: host.Maker) -> None:
-    """Ten thousand of 25 KB, half of them refused at their last number."""
-    views = [(1, 0, (FLOAT32, (8, 8), (8, 1)))] * 200
-    launches: list[Launch] = [[(GIVEN, 0), (VIEW, 0)]] * 8
-    kernels = [tvm_ffi.convert(lambda *arguments: None)] * 8
-    good = tensor(encoded(launches, views))
-    bad = good.clone()
-    bad[-1] = -1
-    x, scratch = given()
-
-    def make(times: int) -> None:
-        for _ in range(times):
-            assert maker(good, *kernels)(x, scratch) == 0
-            with pytest.raises(ValueError, match=r"^expected lengths and strides"):
-                maker(bad, *kernels)
-
-    make(200)
-    gc.collect()
-    before = resident()
-    make(5000)
-    gc.collect()
-    assert resident() - before < 20e6
 
 
 def test_programs_may_outlive_the_interpreter(host_library: Path) -> None:

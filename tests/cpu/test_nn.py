@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from twell import AutoStrategy, explain
-from twell.nn.layers import DownLayout, SparseGatedMLP, SparseMLP
-from twell.nn.models import set_down_layout, set_strategy
+from twell import AutoStrategy
+from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.models import set_strategy
 from twell.nn.pairs import pair_up
 
 BF16 = torch.bfloat16
@@ -31,37 +31,6 @@ def tokens(dtype: torch.dtype = BF16) -> torch.Tensor:
 def linears(cls: Module, bias: bool = False) -> list[nn.Linear]:
     inputs = [nn.Linear(K, N, bias, dtype=BF16) for _ in range(2 if cls is SparseGatedMLP else 1)]
     return [*inputs, nn.Linear(N, K, bias, dtype=BF16)]
-
-
-@MODULES
-@pytest.mark.parametrize("bias", [False, True])
-def test_parameters_are_those_of_linear_children(cls: Module, bias: bool) -> None:
-    mlp = cls(K, N, bias, dtype=BF16)
-    inputs = ("gate_proj", "up_proj") if cls is SparseGatedMLP else ("up_proj",)
-    expected = {f"{name}.weight": (N, K) for name in inputs} | {"down_proj.weight": (K, N)}
-    if bias:
-        expected |= {f"{name}.bias": (N,) for name in inputs} | {"down_proj.bias": (K,)}
-    assert {name: tuple(p.shape) for name, p in mlp.named_parameters()} == expected
-    assert all(p.dtype == BF16 for p in mlp.parameters())
-    assert is_laid_out(mlp)
-    assert list(mlp.state_dict()) == list(dict(mlp.named_parameters()))
-
-
-@MODULES
-@pytest.mark.parametrize(("strategy", "layout"), [("union", "rows"), ("union", "linear"), ("dense", "linear")])
-def test_trains(cls: Module, strategy: str, layout: DownLayout) -> None:
-    mlp, x = cls(K, N, dtype=BF16, strategy=strategy), tokens()
-    set_down_layout(mlp, layout)
-    y, aux = mlp(x, return_aux=True)
-    loss = y.float().sum() + aux.l1
-    if layout == "linear":
-        # as the parameter is stored before a leaf takes it
-        assert all(g.is_contiguous() for g in torch.autograd.grad(loss, list(mlp.parameters()), retain_graph=True))
-    loss.backward()
-    assert all(p.grad is not None and p.grad.any() for p in mlp.parameters())
-    assert all(p.grad.stride() == p.stride() for p in mlp.parameters())
-    torch.optim.SGD(mlp.parameters(), 0.1).step()
-    assert is_laid_out(mlp, layout)
 
 
 @MODULES
@@ -133,18 +102,6 @@ def test_set_strategy_reaches_every_layer() -> None:
     assert (model[0].strategy, model[1][0].strategy) == ("dense", "dense")
 
 
-@pytest.mark.parametrize(("k", "n", "said"), [(60, 256, "K must be a positive multiple of 8"), (64, 250, "N must be")])
-def test_sizes_that_the_kernels_do_not_take_need_dense(k: int, n: int, said: str) -> None:
-    layer = SparseGatedMLP(k, n, strategy="dense")
-    assert layer(torch.randn(2, k)).shape == (2, k)
-    layer.strategy = "auto"
-    (choice,) = explain(layer)
-    assert choice.strategy == "none"
-    assert said in choice.reason
-    with pytest.raises(ValueError, match=said):
-        layer(torch.randn(2, k))
-
-
 def test_screen_is_that_of_the_strategy_that_chooses() -> None:
     """A layer that was given an ``AutoStrategy`` screened with ``screen="off"``."""
     site = AutoStrategy()
@@ -160,21 +117,6 @@ def test_screen_is_that_of_the_strategy_that_chooses() -> None:
     mlp.screen = "off"
     assert not mlp.strategy.screens
     assert ", screen='off'" in repr(mlp)
-
-
-def test_invariant_layers_do_not_run_dense_instead() -> None:
-    mlp, x = SparseGatedMLP(K, N, dtype=BF16, invariant=True, activation="fatrelu"), tokens()
-    mlp.threshold = torch.tensor(0.5)
-    with pytest.raises(NotImplementedError, match="threshold must be a number with invariant=True, got a tensor"):
-        mlp(x)
-    (row,) = explain(mlp)
-    assert (row.strategy, "invariant=True: the threshold is a tensor" in row.reason) == ("none", True)
-    mlp.threshold = 0.5
-    mlp.up_proj.register_forward_hook(lambda *_: None)
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="invariant: expected plain"):
-        mlp(x)
-    (row,) = explain(mlp)
-    assert row.strategy == "none"
 
 
 def test_a_threshold_that_is_set_within_a_call_is_of_the_next_one() -> None:

@@ -13,7 +13,6 @@ from tests import programs
 from tests.cases.verdicts import verdict
 from tests.cpu.fake_gpu import FakeGpu
 from twell import ops
-from twell.ops import library
 from twell.runtime import geometry
 from twell.runtime.log import warn_once
 from twell.testing.case import Case
@@ -229,29 +228,6 @@ def test_a_slice_is_packed_just_before_it_is_used(gated: bool, gpu: FakeGpu, mon
 def test_many_tokens_are_taken_slice_by_slice(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometry, "UNION_ENTRIES", 2 * 128 * 520)
     assert verdict(Case.of(f"layer m=650 k=24 n=520 {more} strategy=union aux=True")) == "ok"
-
-
-def test_operands_as_kernels_read_them() -> None:
-    base = torch.arange(32.0).to(BF16)
-    assert library.laid_bias(None) is None
-    assert library.laid_bias(base[8:]).data_ptr() == base[8:].data_ptr()
-    for bias in (base[1:9], base[::2][:8], base[:1].expand(8)):
-        laid = library.laid_bias(bias)
-        assert torch.equal(laid, bias)
-        assert laid.is_contiguous()
-        assert laid.data_ptr() % 16 == 0
-    base = torch.arange(10 * 40.0).view(10, 40).to(BF16)
-    in_place = [base, base[:, :16], base[2:5, 8:32], base[::2], base[:1], base[:0, :8]]
-    copied = [base[:, 1:17], base.t(), base[:, ::2][:, :8], base[:1].expand(4, 40), base[:, :36][:, :8].t()]
-    copied += [base.view(-1)[: 12 * 33].view(33, 12)[:, :8], torch.zeros(8, 1, dtype=BF16).t()]
-    for matrix in in_place:
-        assert library.rows(matrix) is matrix
-    for matrix in copied:
-        laid = library.rows(matrix)
-        assert laid is not matrix
-        assert torch.equal(laid, matrix)
-        assert laid.data_ptr() % 16 == 0
-        assert laid.stride() == (matrix.shape[1], 1)
 
 
 def test_a_down_weight_in_the_other_layout_is_copied_and_logged_once(

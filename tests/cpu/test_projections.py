@@ -168,14 +168,6 @@ def hooked(register: Callable[..., Any], hook: Callable[..., Any]) -> Iterator[N
         handle.remove()
 
 
-@MODULES
-def test_hooks_of_the_layer_run(cls: Module) -> None:
-    mlp = cls(K, N, dtype=BF16)
-    mlp.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-    mlp.register_forward_hook(lambda module, args, y: y + 1)
-    close(mlp(tokens()), by_children(mlp, tokens() * 2) + 1)
-
-
 AROUND_ALL: dict[str, Callable[[], Any]] = {
     "forward hook": lambda: hooked(
         torch.nn.modules.module.register_module_forward_hook, lambda m, args, y: doubled(m, y)

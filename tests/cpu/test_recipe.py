@@ -284,22 +284,6 @@ def test_compiled_models_record(how: str, reentrant: bool | None) -> None:
             assert not unread(model)
 
 
-def test_autocast() -> None:
-    model, (x,) = Model(), inputs()
-    recipe.record_aux(model)
-    with torch.autocast("cpu", BF16):
-        model(x)
-        expected = plain_term([h.float() for h in plain_pass(model, x)[2]])
-    term = recipe.l1_term(model)
-    assert term.dtype == torch.float32
-    torch.testing.assert_close(term, expected, rtol=2e-2, atol=0)
-    term.backward()
-    gate = recipe.layers(model)["blocks.0.mlp"].gate_proj.weight.grad  # type: ignore[union-attr]
-    assert gate is not None
-    assert gate.dtype == torch.float32
-    assert gate.abs().sum() > 0
-
-
 def test_copies_and_pickles_record_nothing() -> None:
     model, (x,) = Model(), inputs()
     recipe.record_aux(model)

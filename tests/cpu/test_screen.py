@@ -246,27 +246,6 @@ def test_the_error_is_unbiased_and_its_variance_does_not_depend_on_fractions(
     assert above.sum() > 0
 
 
-def test_dithers_are_uniform_and_independent() -> None:
-    """The words that are used, of 16,384 columns, against the deviations of a uniform, independent sample."""
-    n = 16384
-    x, w = dithers(n, screen.X_SHIFT), dithers(n, screen.W_SHIFT)
-    for centred in (x, w):
-        assert centred.abs().max() <= 0.5 - 2.0 ** -(screen.FRACTION + 1)
-        assert abs(centred.mean()) * math.sqrt(12 * n) < 4
-        counts = ((centred + 0.5) * 64).long().bincount(minlength=64).double()
-        chi = ((counts - n / 64) ** 2 / (n / 64)).sum()
-        assert abs(chi - 63) < 4 * math.sqrt(2 * 63)
-        for lag in (1, 2, 3, 4, 5, 7, 8, 16, 32, 64, 128, 1024):
-            assert abs((centred[lag:] * centred[:-lag]).mean() * 12) * math.sqrt(n - lag) < 4.5
-    # those of x, those of w and the signs are uncorrelated
-    assert screen.dither_product(n) == x @ w
-    assert abs((x * w).mean() * 12) * 128 < 4
-    signs = torch.tensor([1 - 2 * (word >> bit & 1) for word in screen.words(512, screen.SIGNS) for bit in range(32)])
-    assert abs(signs.double().mean()) * 128 < 4
-    for other in (x, w):
-        assert abs((signs * other).mean()) * math.sqrt(12) * 128 < 4
-
-
 @pytest.mark.parametrize("k", [8, 24, *QUICK])
 def test_no_value_needs_clamping(k: int) -> None:
     torch.manual_seed(k)

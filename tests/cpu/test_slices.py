@@ -94,17 +94,6 @@ def test_few_tokens_of_a_short_last_slice(n: int) -> None:
         assert int(grad.count_nonzero()) == 8 * len(w_up[::5000])
 
 
-def test_scratch_of_an_overfull_backward() -> None:
-    """That of many neurons is at most what one slice of all tokens or a short slice and fp32 sums would take."""
-    assert geometry.overflow_tokens(16384, 5632, 2048, 3, 3) == geometry.OVERFLOW_BACKWARD
-    assert geometry.overflow_tokens(300, 5632, 2048, 3, 3) == 300
-    assert geometry.overflow_tokens(4096, 65536, 2304, 2, 2) == 4096
-    assert geometry.overflow_tokens(8192, 65536, 2304, 2, 2) == 1024
-    # without sums there is nothing to save
-    assert geometry.overflow_tokens(4096, 65536, 2304, 2, 0) == 1024
-    assert geometry.overflow_tokens(30000, 65536, 16384, 2, 2) == 1024
-
-
 def test_kept_of_another_layer_is_refused() -> None:
     x = torch.zeros(130, K, dtype=torch.bfloat16)
     for held in (0, 1, 7, 200):

@@ -1,7 +1,6 @@
 """Steering L1 to a number of non-zeros, of the hidden state or the gate, and FATReLU's threshold."""
 
 import copy
-import itertools
 import math
 import pickle
 from collections.abc import Iterator
@@ -206,18 +205,6 @@ def skipping_ranks(kind: str) -> dict[str, float]:
         tracker.dead()
     assert tracker.read().layers[1].tokens
     return target.read()
-
-
-def test_the_goal_falls_in_stages() -> None:
-    target = TargetSparsity(10, 1000)
-    path = [target.progress(step) for step in range(1001)]
-    assert path[0] == 0
-    assert all(a <= b for a, b in itertools.pairwise(path))
-    assert all(value == 1 for value in path[600:])
-    # each stage moves in its first half and rests in its second
-    for stage in range(4):
-        assert path[150 * stage + 76 : 150 * stage + 150] == [pytest.approx((stage + 1) / 4)] * 74
-        assert path[150 * stage + 37] == pytest.approx((stage + 0.5) / 4, abs=0.02)
 
 
 def test_the_first_term_has_its_value_and_others_their_coefficient() -> None:

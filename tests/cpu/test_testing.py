@@ -136,24 +136,6 @@ def test_budget() -> None:
     assert Errors(0, 0).within(Errors(0, 0))
 
 
-@GATED
-def test_roundings_are_the_non_zeros_that_hold_most_of_the_norm(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten equal ones count as ten, a dominant one as one."""
-    gates = torch.zeros(5, 16)
-    gates.view(-1)[::8] = 4
-    problem = testing.pattern_problem(gates, 16)
-    # the up projection is 1 everywhere
-    x, w_up = problem.x.clone(), torch.zeros_like(problem.w_up)
-    x[:, 15], w_up[:, 15] = 1, 1
-    problem = problem._replace(x=x, w_up=w_up)
-    monkeypatch.setattr(testing.answers, "CHUNK_ROWS", 2)
-    assert testing.count_roundings(problem, gated=gated) == pytest.approx(10)
-    w_gate = problem.w_gate.clone()
-    w_gate[0, 0] = 400
-    assert testing.count_roundings(problem._replace(w_gate=w_gate), gated=gated) == pytest.approx(1, abs=0.01)
-    assert testing.count_roundings(problem._replace(w_gate=-w_gate), gated=gated) == 0
-
-
 # Gradients
 
 
@@ -202,31 +184,6 @@ def test_planted_errors_of_gradients_are_over_budget(stepped: tuple[FFN, torch.T
     problem, dy = stepped
     compared = testing.compare_gradients(problem, dy, planted(problem, dy), 0.25)
     assert not all(comparison.ok for comparison in compared.values())
-
-
-def test_off_kinks() -> None:
-    """Tokens with a sum of almost zero become zero; a sum of exactly zero is no kink."""
-    problem = testing.make("uniform29", 64, 128, 512, device="cpu", dtype=torch.float32)
-    problem.w_gate[5] = 0
-
-    def zeroed(gated: bool = True) -> set[int]:
-        clean = testing.off_kinks(problem, gated=gated)
-        changed = (clean.x != problem.x).any(1)
-        assert not clean.x[changed].any()
-        return set(changed.nonzero().flatten().tolist())
-
-    before = zeroed()
-    assert len(before) < 5
-    assert not before & {7, 9}
-    # tokens 7 and 9 are moved until one sum is 1e-7 of its terms: gate of neuron 3, up projection of an active one
-    active = int((problem.x[9] @ problem.w_gate.t()).argmax())
-    for token, weight in ((7, problem.w_gate[3]), (9, problem.w_up[active])):
-        x, w = problem.x[token].double(), weight.double()
-        problem.x[token] = (x - w * (x @ w) / (w @ w) + 1e-7 * w).float()
-    assert float((problem.x[9] @ problem.w_gate.t())[active]) > 0
-    assert zeroed() == before | {7, 9}
-    assert 7 in zeroed(gated=False)
-    assert 9 not in zeroed(gated=False)
 
 
 @pytest.mark.parametrize(("gated", "density", "dtype"), [(True, 0.1, BF16), (False, 1, FP16)])

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from twell import recipe
@@ -171,25 +170,13 @@ def test_gradient_is_that_of_a_plain_loop(tmp_path: Path, accumulation: int, by_
 def test_gradient_under_trainers_options(tmp_path: Path, options: dict[str, Any]) -> None:
     model = llama()
     plain = copy.deepcopy(model)
-    spy, tokens = callback(every=1), []
+    spy, tokens = callback(every=1, warmup_steps=2), []
     count = AfterSteps(lambda _: tokens.append(spy.tracker.read().layers[0].tokens))  # type: ignore[union-attr]
     args = arguments(tmp_path, max_steps=3, **options)
     trainer = Recording(model, args, train_dataset=sequences(6), callbacks=[spy, count])
     trainer.train()
     assert tokens == [2 * LENGTH] * 3
-    assert_gradients(trainer, plain, 0.1)
-
-
-def test_warmup_follows_the_global_step(tmp_path: Path) -> None:
-    model = llama()
-    plain = copy.deepcopy(model)
-    own = callback(warmup_steps=2)
-    trainer = Recording(model, arguments(tmp_path), train_dataset=sequences(10), callbacks=[own])
-    trainer.train()
-    factors = [0, 0.5, 1, 1, 1]
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["sparsity_coefficient"] for entry in logs] == pytest.approx([0.1 * f for f in factors])
-    assert_gradients(trainer, plain, *(0.1 * factor for factor in factors))
+    assert_gradients(trainer, plain, 0.0, 0.05, 0.1)
 
 
 def test_logs_have_the_figures_of_layers(tmp_path: Path) -> None:
@@ -233,50 +220,6 @@ def test_evaluation_has_no_penalty(tmp_path: Path) -> None:
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
-
-
-def test_resuming_changes_nothing(tmp_path: Path) -> None:
-    # five steps an epoch, the last one with fewer micro-batches, which Trainer itself resumed wrongly before
-    count = 18 if int(transformers.__version__.split(".")[0]) >= 5 else 20
-
-    def train(folder: Path, *stops: Any, resume: str | None = None) -> tuple[Any, Any]:
-        args = arguments(
-            folder,
-            num_train_epochs=2,
-            learning_rate=1e-2,
-            optim="adamw_torch",
-            save_strategy="steps",
-            save_steps=3,
-            gradient_accumulation_steps=2,
-            seed=3,
-        )
-        model = llama()
-        with torch.no_grad():
-            # silent in all tokens
-            model.model.layers[0].mlp.gate_proj.weight[:8].zero_()
-        # a run that goes on observes its first step, step 3
-        own = callback(warmup_steps=8, reinitialize=0.1, every=3)
-        trainer = Trainer(model, args, train_dataset=sequences(count, masked=True), callbacks=[own, *stops])
-        trainer.train(resume_from_checkpoint=resume)
-        return model, trainer
-
-    class Stop(TrainerCallback):  # type: ignore[misc]
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            # like a run killed some steps after the checkpoint
-            control.should_training_stop = state.global_step >= 5
-            return control
-
-    whole, trainer = train(tmp_path / "whole")
-    assert trainer.state.global_step == 10
-    train(tmp_path / "killed", Stop())
-    resumed, again = train(tmp_path / "killed", resume=str(tmp_path / "killed" / "checkpoint-3"))
-    assert again.state.global_step == 10
-    for a, b in zip(weights(resumed), weights(whole), strict=True):
-        assert torch.equal(a, b)
-    names = ("step", "sparsity_l0", "sparsity_l1", "sparsity_layers", "sparsity_coefficient")
-    histories = [[[e[n] for n in names] for e in t.state.log_history if "sparsity_l0" in e] for t in (trainer, again)]
-    assert histories[0] == histories[1]
-    assert [entry[0] for entry in histories[0]] == list(range(1, 11))
 
 
 def test_wrong_settings_and_models_are_refused(tmp_path: Path) -> None:

@@ -62,20 +62,6 @@ def grads(ffn: Function, p: testing.FFN, loss: Loss, **options: Any) -> dict[str
 # Right
 
 
-@BOTH
-def test_parts_of_the_loss_alone(ffn: Function) -> None:
-    p = draw(9, 264, 32, bias=True)
-    dy = torch.randn(9, 32)
-    both = grads(ffn, p, weighted(dy))
-    of_y, of_l1 = grads(ffn, p, lambda y, aux: (y * dy).sum()), grads(ffn, p, lambda y, aux: 0.3 * aux.l1)
-    assert of_l1["w_down"] is None
-    assert of_l1["b_down"] is None
-    for name, gradient in both.items():
-        torch.testing.assert_close(
-            gradient, of_y[name] + (0 if of_l1[name] is None else of_l1[name]), rtol=3e-2, atol=3e-2
-        )
-
-
 # Work
 
 

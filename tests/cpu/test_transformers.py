@@ -129,15 +129,6 @@ def half(_: Any, name: str) -> bool:
     return ".0" in name
 
 
-def llava() -> Any:
-    text = transformers.LlamaConfig(**{**_LLAMA, "hidden_act": "silu"})
-    sizes = {"hidden_size": K, "intermediate_size": N, "num_hidden_layers": 1, "num_attention_heads": 4}
-    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, hidden_act="gelu")
-    config = transformers.LlavaConfig(text_config=text, vision_config=vision, projector_hidden_act="silu")
-    model = transformers.LlavaForConditionalGeneration(config).eval()
-    return given(sparsify(model, activation="relu", filter_fn=lambda _, name: "language" in name), ("fatrelu", 0.5))
-
-
 def git(both: bool = True) -> Any:
     sizes = {"hidden_size": K, "intermediate_size": N, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes["hidden_act"] = "relu"  # type: ignore[assignment]
@@ -355,17 +346,6 @@ def test_an_activation_without_a_key_of_its_own_is_not_changed(build: Any, optio
         sparsify(model, activation="fatrelu")
 
 
-def test_a_part_keeps_its_activation(tmp_path: Path) -> None:
-    """A text part is made sparse, and the vision part of the same model keeps its GELU."""
-    model = llava()
-    named = (model.config.text_config.hidden_act, model.config.vision_config.hidden_act)
-    assert (*named, model.config.projector_hidden_act) == ("relu", "gelu", "silu")
-    model.save_pretrained(tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    text, vision = content["text_config"], content["vision_config"]
-    assert (text["hidden_act"], text["hidden_act_param"], vision["hidden_act"]) == ("fatrelu", 0.5, "gelu")
-
-
 @pytest.mark.parametrize(
     ("build", "names", "after"),
     [
@@ -384,29 +364,6 @@ def test_the_stock_class_computes_the_same_whatever_the_key(build: Any, names: A
     dense = type(model).from_pretrained(tmp_path).eval()
     assert not layers(dense)
     torch.testing.assert_close(run(model), run(dense), rtol=1e-4, atol=1e-5)
-
-
-def test_a_key_of_any_name_is_found(tmp_path: Path) -> None:
-    class OwnConfig(transformers.LlamaConfig):  # type: ignore[misc, name-defined]
-        def __init__(self, act: str = "silu", **fields: Any) -> None:
-            super().__init__(**fields)
-            del self.hidden_act
-            self.act = act
-
-    class Own(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
-        config_class = OwnConfig
-
-        def __init__(self, config: Any) -> None:
-            config.hidden_act = config.act
-            super().__init__(config)
-            del config.hidden_act
-
-    fields = {key: value for key, value in _LLAMA.items() if key != "hidden_act"}
-    model = Own(OwnConfig(**fields, other="foo", head_act="tanh", name_or_path="silu")).eval()
-    sparsify(model, activation="relu")
-    assert (model.config.act, model.config.head_act) == ("relu", "tanh")
-    model.save_pretrained(tmp_path)
-    assert torch.equal(out(Own.from_pretrained(tmp_path)), out(model))
 
 
 @pytest.mark.parametrize(
@@ -624,20 +581,6 @@ def test_a_compacted_model_is_saved_and_loaded(kind: str, tmp_path: Path) -> Non
 
 
 # Models in servers and trainers
-
-
-@pytest.mark.parametrize("kind", ["llama", "opt"])
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_generate_gives_the_dense_models_tokens(kind: str, cache: str | None) -> None:
-    dense, model = stock(kind), sparsify(stock(kind))
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
-    for batch, length in ((1, 1), (3, 5)):
-        start = prompt(batch, length)
-        one, other = (
-            m.generate(input_ids=start, attention_mask=torch.ones_like(start), cache_implementation=cache, **options)
-            for m in (dense, model)
-        )
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])

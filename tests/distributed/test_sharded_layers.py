@@ -8,7 +8,7 @@ import torch
 from ranks import Run, full, in_turn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import twell
 from twell.call import execution
@@ -97,18 +97,6 @@ def test_any_placement_is_one_process(cpu_ranks: Run) -> None:
     cpu_ranks(2, every_function)
 
 
-def placements_of_results(device: torch.device) -> None:
-    mesh = init_device_mesh(device.type, (2,))
-    for x in (Replicate(), Shard(1)):
-        sharded = {name: distribute_tensor(t, mesh, [tensor_parallel(name, x)]) for name, t in operands(True).items()}
-        for training in (False, True):
-            y, aux = call({name: t.detach().requires_grad_(training) for name, t in sharded.items()}, return_aux=True)
-            assert y.placements == aux.l1.placements == aux.l0.placements == (Partial(),), x
-            assert y.shape == sharded["x"].shape
-            assert aux.l1.requires_grad == training
-            assert not aux.l0.requires_grad
-
-
 def refusals(device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (2,))
 
@@ -183,7 +171,7 @@ def still_under_way(device: torch.device) -> None:
 
 
 def test_placements_refusals_gradients(cpu_ranks: Run) -> None:
-    of_layers = (placements_of_results, refusals, each_gradient_alone, still_under_way)
+    of_layers = (refusals, each_gradient_alone, still_under_way)
     cpu_ranks(2, in_turn, *of_layers)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import twell
 from tests import programs
-from tests.gpu.strategies import BOTH, module, set_weights
+from tests.gpu.strategies import BOTH, module
 from twell import testing
 from twell.choose import rates, tuning
 from twell.ops import screened
@@ -138,30 +138,6 @@ def test_figures_come_when_the_gpu_is_done(topic: FFN, dense: FFN) -> None:
     assert twell.explain(mlp).rows[0].figures is not None
     mlp(dense.x)
     assert twell.explain(mlp).rows[0].strategy == "dense"
-
-
-@BOTH
-def test_a_captured_graph_keeps_its_choice(gated: bool, topic: FFN, dense: FFN) -> None:
-    mlp = module(topic, gated).requires_grad_(False)
-    settle(mlp, topic.x)
-    chosen = twell.explain(mlp).rows[0].strategy
-    graph, x = torch.cuda.CUDAGraph(), topic.x.clone()
-    with torch.cuda.graph(graph):
-        y = mlp(x)
-    calls, captured = twell.explain(mlp)
-    assert (calls.calls, captured.graph, captured.strategy) == (9, "captured", chosen)
-    named = copy.deepcopy(mlp)
-    named.strategy = chosen
-    for problem in (topic, dense):
-        set_weights(mlp, problem)
-        set_weights(named, problem)
-        x.copy_(problem.x)
-        y.fill_(torch.nan)
-        graph.replay()
-        # independent of choices meanwhile
-        settle(mlp, problem.x, 2)
-        testing.assert_same(y, named(problem.x))
-    assert twell.explain(mlp).rows[1].strategy == chosen
 
 
 @pytest.mark.parametrize("m", [0, 1, 128, 300, M])

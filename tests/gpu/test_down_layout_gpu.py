@@ -1,41 +1,16 @@
 """``down_layout="auto"`` on a GPU: by rows in inference, as nn.Linear's for torch and others, still under a graph."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import twell
-from tests.habits.entries import Block, Named
-from twell.base import memory
 from twell.nn.layers import SparseGatedMLP
-from twell.nn.models import explain, set_down_layout
+from twell.nn.models import set_down_layout
 
 BF16 = torch.bfloat16
 K, N = 264, 776
-
-
-@pytest.fixture(params=["gated", "pair"])
-def model(request: pytest.FixtureRequest) -> nn.Module:
-    """After README's two lines."""
-    torch.manual_seed(0)
-    into = nn.Linear(K, N), nn.Linear(K, N)
-    block = Named(*into, nn.Linear(N, K)) if request.param == "gated" else Block(into[0], nn.Linear(N, K))
-    made = nn.Sequential(nn.Linear(K, K), block)
-    # "auto" may choose other bits as it measures
-    twell.sparsify_(made, strategy="row", names=[("w1", "w3", "w2"), ("fc1", "fc2")])
-    return made.to("cuda", BF16).eval()
-
-
-def layer_of(model: nn.Module) -> Any:
-    return next(iter(twell.integrations.sparsify.layers(model).values()))
-
-
-def is_rows(model: nn.Module) -> bool:
-    rows: bool = layer_of(model).down_proj.weight.stride() == (1, K)
-    return rows
 
 
 def decode(model: nn.Module, m: int = 1) -> Tensor:
@@ -43,22 +18,6 @@ def decode(model: nn.Module, m: int = 1) -> Tensor:
     with torch.no_grad():
         y: Tensor = model(torch.randn(m, K, device="cuda", dtype=BF16))
     return y
-
-
-def test_decoding_is_by_rows_from_the_first_call(model: nn.Module) -> None:
-    assert not is_rows(model)
-    set_down_layout(model, "rows")
-    expected = decode(model)
-    set_down_layout(model, "auto")
-    assert not is_rows(model)
-    assert "the next call lays" in explain(model).rows[0].reason
-    assert torch.equal(decode(model), expected)
-    assert is_rows(model)
-    assert explain(model).rows[0].layout == "rows"
-    layer = layer_of(model)
-    # the call that laid it chose as if it had been so before
-    if site := layer._site():
-        assert not any(bucket.problem.down_copied for bucket in site._buckets.values())
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["rows", "linear"])
@@ -85,23 +44,6 @@ def test_a_captured_graph_keeps_the_memory(first: bool, caplog: pytest.LogCaptur
 
 def is_rows_of(layer: SparseGatedMLP) -> bool:
     return layer.down_proj.weight.stride() == (1, K)
-
-
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_graphs_follow_the_layout(mode: str) -> None:
-    torch.compiler.reset()
-    layer = SparseGatedMLP(K, N, device="cuda", strategy="row", dtype=BF16).eval()
-    x = torch.randn(4, K, device="cuda", dtype=BF16)
-    compiled = torch.compile(layer, fullgraph=True, mode=mode)
-    with torch.no_grad():
-        expected = layer(x)
-        for _ in range(3):
-            assert torch.equal(compiled(x), expected)
-        list(layer.parameters())
-        for _ in range(3):
-            assert torch.equal(compiled(x), expected)
-    # a captured graph holds on to it
-    assert is_rows_of(layer) == (mode == "reduce-overhead") == memory.is_captured(layer.down_proj.weight)
 
 
 def test_threads_and_streams() -> None:
