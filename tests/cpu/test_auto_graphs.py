@@ -188,15 +188,6 @@ def test_two_classes_of_symbolic_sizes(chooses: Arrivals, fresh_dynamo: None) ->
     assert [row.tokens for row in twell.explain(mlp)] == ["more than 256"]
 
 
-def test_a_traced_module_keeps_choosing(chooses: Arrivals) -> None:
-    mlp, x = layer(firing=200), torch.randn(256, K).to(BF16)
-    with torch.no_grad():
-        traced = torch.jit.trace(mlp, (x,), check_trace=False)
-        for _ in range(3):
-            torch.testing.assert_close(traced(x), mlp(x), rtol=2e-2, atol=2e-2)
-    assert strategies_of(mlp) == [("inference", "dense")]
-
-
 # Checkpoints
 
 
@@ -260,27 +251,6 @@ def test_a_recomputation_runs_what_the_forward_pass_ran(
         assert (row.strategy, row.calls) == (name, 2 * step + 2)
         assert not block.site._open
         block.site.observe(training(), DECIDES["union" if name == "dense" else "dense"])
-
-
-@MODULES
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_choices_follow_the_sparsity_under_checkpointing(cls: Any, reentrant: bool, chooses: Arrivals) -> None:
-    """Layers become sparse or dense during a run, with a call outside any checkpoint between the steps."""
-    mlps, x = [layer(cls) for _ in range(3)], torch.randn(2, 128, K).to(BF16).requires_grad_()
-    sites, seen = [site_of(mlp) for mlp in mlps], []
-    for step in range(12):
-        for mlp in mlps:
-            set_firing(mlp, 8 if 3 <= step < 8 else 200)
-        y = x
-        for mlp in mlps:
-            y = y + checkpoint(mlp, y, use_reentrant=reentrant)
-        if step % 4 == 2:
-            mlps[0](x.detach()).float().sum().backward()
-        y.float().sum().backward()
-        seen.append({decided(site) for site in sites})
-        assert not any(site._open for site in sites)
-    assert seen[2] == seen[11] == {"dense"}
-    assert seen[7] == {"union"}
 
 
 def test_a_second_backward_recomputes_the_same(chooses: Arrivals) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import sys
 from typing import Any
 
@@ -19,7 +18,6 @@ from twell.choose import site as sites
 from twell.choose.plan import Route
 from twell.choose.rates import Figures, Problem
 from twell.choose.site import Measurement
-from twell.commands import timing, tune
 from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.ops import screened
 from twell.ops.operands import Layer
@@ -176,32 +174,3 @@ def test_a_loaded_program_screens_only_if_its_layer_might(screens: Arrivals, mon
         monkeypatch.setattr(sites, "_SITES", {})
         ops.ffn(*p, 8, "auto", p.w_gate, screen=screen)
         assert sites.site_of(p.w_gate, True).screen == expected
-
-
-# The argument
-
-
-def test_the_screen_is_shown_and_set() -> None:
-    site = twell.AutoStrategy(period=4, screen="off")
-    assert repr(site) == "AutoStrategy(period=4, screen='off')"
-    assert repr(twell.AutoStrategy()) == "AutoStrategy(period=64)"
-    mlp = SparseMLP(K, N, screen="off")
-    assert "screen='off'" in repr(mlp)
-    twell.nn.set_strategy(mlp, "auto", screen="auto")
-    assert mlp.screen == "auto"
-
-
-# Its costs
-
-
-def test_measures_points_of_the_screen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "LEAST_SCREENED", 300)
-    for training, routes in ((False, ("row", "union", "union+screen")), (True, ("union", "union+screen"))):
-        assert tune.sparse_routes(problem(299, training), cards.SHIPPED) == routes[:-1]
-        step = tune.Step("", problem(300, training), ("topic",))
-        drawn = tune.draw("topic", 300, K, N, torch.device("cpu"))
-        (row,) = tune.measure_step(step, {"topic": drawn}, timing.Device(), cards.SHIPPED, 0.0)
-        assert set(tune.ms_of(row)) == {"dense", *routes}
-        listed = screened.count(drawn.x[:256], drawn.w_gate, None)
-        assert row["candidates"] == pytest.approx(listed.sum().item() / (2 * N), rel=1e-3)
-        assert json.loads(json.dumps(row)) == row

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from profiling import figures, harness, readme, tables
-from profiling.bench import firing, host, layers, main, others, sae, sae_problem
+from profiling.bench import firing, host, layers, main, others, sae_problem
 from profiling.bench.float8 import Weights
 from profiling.bench.layers import OPS
 from profiling.device import Ceilings, Device
@@ -438,30 +438,6 @@ def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cac
         assert variant.copies % len(gates) == 0
 
 
-@pytest.mark.parametrize("what", [host.STEP, host.ONE_THREAD])
-def test_a_step_has_all_gradients_and_leaves_none(
-    what: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In "one thread" autograd runs without its own."""
-    threads, found = [], []
-    plain = host.Dense.forward
-
-    def watched(layer: host.Dense, x: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            threads.append(torch.autograd.is_multithreading_enabled())
-            for tensor in (x, *layer.parameters()):
-                assert tensor.grad is None
-                tensor.register_post_accumulate_grad_hook(lambda t: found.append(tuple(t.shape)))
-        return plain(layer, x)
-
-    monkeypatch.setattr(host.Dense, "forward", watched)
-    monkeypatch.setattr(host, "HOST_CALLS", ((what, 16),))
-    assert bench("host", "--parts", "host").code == 0
-    assert set(threads) == {what == host.STEP}
-    assert torch.autograd.is_multithreading_enabled()
-    assert set(found) == {(16, 64), (264, 64), (64, 264)}
-
-
 def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that becomes twice as slow in its last turns does not count as a slower layer."""
     times = {"dense": [1.0, 1.0, 2.0, 2.0, 2.0], "ours": [0.5, 0.5, 0.5, 1.0, 1.0]}
@@ -510,18 +486,6 @@ def test_autoencoders_fire_as_asked() -> None:
     # the busiest hundredth of the neurons
     share: Any = {name: float(c.sort(descending=True).values[:20].sum() / c.sum()) for name, c in counts.items()}
     assert share["even"] < 0.05 < 0.3 < share["skewed"]
-
-
-@pytest.mark.parametrize("pattern", sae_problem.PATTERNS)
-def test_a_wrong_autoencoder_does_not_agree(
-    pattern: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In y and in training, and dense PyTorch's choice among equal codes is none."""
-    right = sae_problem.sparse
-    monkeypatch.setattr(sae, "sparse", lambda *given, **named: right(*given, **named) * 1.1)
-    rows = bench(*BENCHES["sae"], "--patterns", pattern, "--strategies", "union").rows
-    assert [bool(row["red"]) for row in rows] == [False, True] * 2
-    assert_no_speed(rows[1])
 
 
 def test_a_wrong_or_undefined_output_does_not_agree() -> None:

@@ -1,7 +1,6 @@
 """``profiling.bench model`` on the CPU: models with random weights and saved ones, checks and output."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +120,3 @@ def test_a_wrong_gradient_is_red(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     spoil(monkeypatch, slice(0, 32))
     code, data = bench(tmp_path / "out.json", "--config", TINY, "--nnz", 4, "--ops", "train")
     assert (code, [bool(row["red"]) for row in data["rows"]]) == (1, [False, True])
-
-
-def test_errors_of_gradients() -> None:
-    # a large gradient hides no small one, and the vector of a norm is left out
-    small, large, norm = torch.ones(2, 2), torch.full((2, 2), 1e6), torch.ones(3)
-    found = model.errors_of([small * 1.5, large * 0.98, norm * 0], [small, large, norm])
-    assert [each.frobenius for each in found] == pytest.approx([0.5, 0.02], rel=1e-4)
-    assert model.geometric_mean(found) == pytest.approx(0.1, rel=1e-4)
-    assert model.geometric_mean(model.errors_of([small * math.nan], [small])) == math.inf

@@ -110,9 +110,3 @@ def test_list_prints_what_ships(command: Callable[..., tuple[int, str, str]]) ->
     # no error: a build for several GPUs leaves out those that none of its kernels is for, with a warning
     missing = command("list", "--arch", "sm_80", "gate_pack_bf16_t144")
     assert missing == (0, "", "none of gate_pack_bf16_t144 compiles for sm_80\n")
-
-
-def test_unknown_symbol_is_a_usage_error(command: Callable[..., tuple[int, str, str]]) -> None:
-    status, _, said = command("compile", "gate_pack_bf16_c3", "-o", "x.o")
-    assert status == 2
-    assert "gate_pack_bf16_c3" in said

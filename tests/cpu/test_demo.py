@@ -38,13 +38,6 @@ def test_the_text_is_the_files_of_a_folder(tmp_path: Path, run: Any) -> None:
     assert len(train) > 1e6, sysconfig.get_path("stdlib")
 
 
-def test_too_little_text(tmp_path: Path, run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in tmp_path.rglob("*.txt"):
-        path.unlink()
-    assert run() == 2
-    assert "--text: expected at least 4,096 bytes of UTF-8, got 0 in" in capsys.readouterr().err
-
-
 def test_end_to_end(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     printed = []
     for seed in (0, 0, 1):

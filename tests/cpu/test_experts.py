@@ -8,7 +8,6 @@ from torch import Tensor
 
 import twell
 from tests.cpu import fake_gpu
-from twell.choose import tuning
 
 BF16 = torch.bfloat16
 T, K, N, E, TOP = 13, 24, 40, 5, 3
@@ -56,13 +55,6 @@ def test_launches_by_row(invariant: bool, gpu: fake_gpu.FakeGpu) -> None:
     helpers, units = gpu.launches[-1][1][-4], gpu.launches[0][1][5]
     assert (helpers == 0) == invariant
     assert len(units) >= E + (70 * TOP - E) // gpu.launches[1][0].tokens or len(units) == 70 * TOP
-
-
-@pytest.mark.parametrize(
-    ("t", "gated", "expected"), [(853, False, True), (854, False, False), (64, True, True), (65, True, False)]
-)
-def test_few_pairs_of_an_expert_go_by_row(t: int, gated: bool, expected: bool) -> None:
-    assert tuning.experts_by_row(t, 6, 128, gated) == expected
 
 
 def test_weights_of_slots_without_an_expert_may_be_nan() -> None:

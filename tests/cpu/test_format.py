@@ -5,11 +5,6 @@ import pytest
 from cute_kernels import feasible, geometry
 
 
-def test_words_and_capacity() -> None:
-    assert [geometry.words_per_tile(c) for c in geometry.COMPRESSIONS] == [128, 64, 32]
-    assert [geometry.capacity(c) for c in geometry.COMPRESSIONS] == [127, 63, 31]
-
-
 @pytest.mark.parametrize("n", [8, 264, 5632, 8192, 16392, 65528, 65536])
 @pytest.mark.parametrize(
     "m", [0, 1, 127, 128, 129, 4096, 4097, 8192 + 130, 16384, 47616, 47617, 100_000, 1_000_000, 40_000_001]

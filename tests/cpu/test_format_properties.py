@@ -36,19 +36,6 @@ COMPRESSIONS = st.sampled_from(geometry.COMPRESSIONS)
 # Geometry, for every number of neurons
 
 
-def test_tiles_cover_every_number_of_neurons() -> None:
-    for n in EVERY_N:
-        tiles = geometry.tiles(n)
-        assert (tiles - 1) * 256 < n <= tiles * 256
-        # the neuron's index fits in the low half of a word, and its tile in the row
-        assert (n - 1) & ~0xFFFF == 0
-        assert (n - 1) // 256 == tiles - 1
-        chunks = geometry.chunks(n)
-        assert (chunks - 1) * 64 < n <= chunks * 64
-        assert geometry.sums_per_tile(n) >= max(128, chunks / 2)
-        assert geometry.training_sums(n) >= chunks / 2
-
-
 @pytest.mark.parametrize("m", [0, 7, 129, 1_000_000])
 def test_hybrid_capacity_of_every_number_of_neurons(m: int) -> None:
     """A multiple of eight, at least 64 non-zeros per token, at most M * N rounded up, monotone."""

@@ -1,7 +1,6 @@
 """The functions users call: results, limits, errors, autocast, strides and compiling."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,19 +18,6 @@ from twell.ops.operands import Layer
 BF16 = torch.bfloat16
 
 
-def gated(problem: testing.FFN, **options: Any) -> Any:
-    biases = {"b_gate": problem.b_gate, "b_up": problem.b_up, "b_down": problem.b_down}
-    return twell.sparse_gated_ffn(*problem[:3], problem.w_down.t(), **biases, **{"strategy": "row", **options})
-
-
-def plain(problem: testing.FFN, **options: Any) -> Any:
-    biases = {"b_up": problem.b_gate, "b_down": problem.b_down}
-    return twell.sparse_ffn(problem.x, problem.w_gate, problem.w_down.t(), **biases, **{"strategy": "row", **options})
-
-
-BOTH = pytest.mark.parametrize("ffn", [gated, plain])
-
-
 def real_problem(m: int, n: int, k: int, dtype: torch.dtype, bias: bool = False) -> testing.FFN:
     w = [torch.randn(n, k) / k**0.5 for _ in range(3)]
     x = torch.randn(m, k)
@@ -43,18 +29,18 @@ def real_problem(m: int, n: int, k: int, dtype: torch.dtype, bias: bool = False)
 @pytest.mark.parametrize(("n", "k"), [(24, 12), (12, 16), (0, 16), (8, 16392)])
 def test_dense_takes_sizes_beyond_the_sparse_kernels(n: int, k: int) -> None:
     problem = testing.FFN(*(torch.zeros(rows, k, dtype=BF16) for rows in (2, n, n, n)))
-    for ffn in (gated, plain):
-        assert ffn(problem, strategy="dense").shape == (2, k)
+    for gated in (True, False):
+        assert testing.sparse_output(problem, gated=gated, strategy="dense").shape == (2, k)
 
 
-@BOTH
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("strategy", ["row", "union", "dense"])
 @torch.no_grad()
-def test_a_jit_trace_is_for_any_number_of_tokens(ffn: Callable[..., Any], strategy: str) -> None:
+def test_a_jit_trace_is_for_any_number_of_tokens(gated: bool, strategy: str) -> None:
     problem = real_problem(300, 264, 32, BF16, bias=True)
 
     def call(x: Tensor) -> Any:
-        y, aux = ffn(problem._replace(x=x), strategy=strategy, return_aux=True)
+        y, aux = testing.sparse_layer(problem._replace(x=x), gated=gated, strategy=strategy)
         return y, aux.l1, aux.l0
 
     traced = torch.jit.trace(call, (problem.x,), check_trace=False)

@@ -89,15 +89,6 @@ def test_an_architecture_is_taken_or_refused_as_the_page_says(each: Architecture
         torch.testing.assert_close(p.grad, theirs[name].grad, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_an_activation_that_a_head_shares_is_not_changed() -> None:
-    fields = {**architectures.DECODER, "hidden_act": "gelu"}
-    model = transformers.BertForMaskedLM(transformers.BertConfig(**fields))
-    with pytest.raises(ValueError, match=r"got that of cls\.predictions\.transform\.transform_act_fn, too"):
-        sparsify(model, activation="relu")
-    assert model.config.hidden_act == "gelu"
-    assert not layers(model)
-
-
 def test_the_page_has_the_table() -> None:
     page = architectures.PAGE.read_text(encoding="utf-8")
     assert page == architectures.filled(page), "run python -m tests.cpu.architectures"

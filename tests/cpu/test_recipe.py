@@ -296,27 +296,6 @@ def test_copies_and_pickles_record_nothing() -> None:
         recipe.l1_term(other)
 
 
-def test_layers_that_are_not_recorded_hold_nothing() -> None:
-    model, (x,) = Model(), inputs()
-    recipe.record_aux(model)
-    tracker = SparsityTracker(model)
-    recipe.record_aux(model, False)
-    with tracker.watch(0):
-        model(x)
-    assert tracker.read().layers[0].l0 is not None
-    tracker.close()
-    for layer in recipe.layers(model).values():
-        assert not layer._forward_hooks
-        assert not layer._forward_pre_hooks
-        assert not layer.record_aux
-        assert layer.aux is None
-    recipe.record_aux(model)
-    tracker = SparsityTracker(model)
-    tracker.close()
-    model(x)
-    recipe.l1_term(model)
-
-
 def test_forgetting_to_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe._aux, "_MOST_UNREAD", 4)
     model, (x,) = Model(), inputs()

@@ -339,21 +339,6 @@ class TestPackaged:
         assert resolve.resolve(OTHER)() == 42
         assert compiler.compiled == [OTHER.symbol]
 
-    @pytest.mark.parametrize(
-        ("changes", "text"),
-        [
-            ({"arch": "sm_100a"}, "built for sm_100a, expected sm_90a"),
-            ({"source_hash": "0" * 64}, "the kernel sources changed since they were built"),
-        ],
-    )
-    def test_a_library_of_other_sources_is_not_used(
-        self, changes: dict[str, Any], text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        package_tiny(tmp_path / "_lib", SPEC, 7, **changes)
-        assert packaged.read_manifest(tmp_path / "_lib") is None
-        assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert text in caplog.text
-
     def test_other_versions_are_logged(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         versions = fingerprint.versions() | {fingerprint.DSL: "4.0.0"}
         package_tiny(tmp_path / "_lib", SPEC, 7, versions=versions)

@@ -19,11 +19,10 @@ from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import twell
-from tests.cpu import float8_models, saved_models, test_experts_transformers
-from twell.commands import analyze
+from tests.cpu import float8_models, test_experts_transformers
 from twell.integrations import experts as stacked
 from twell.integrations import transformers as twell_hf
-from twell.integrations.sparsify.quantised import Float8Down, require_e4m3
+from twell.integrations.sparsify.quantised import Float8Down
 from twell.nn.float8 import Float8MLP
 from twell.ops import float8
 
@@ -374,37 +373,6 @@ def test_a_model_that_was_quantised_is_saved_as_compressed_tensors(
             assert torch.equal(found.dequantize(torch.float32), module.record().dequantize(torch.float32))
 
 
-GROUP = float8_models.compressed("channel", {"strategy": "token", "dynamic": True})["config_groups"]["group_0"]
-
-
-@pytest.mark.parametrize(
-    ("weights", "inputs", "why"),
-    [
-        ({}, {}, ""),
-        ({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}, ""),
-        ({"strategy": "block"}, {"strategy": "group"}, ""),
-        ({"num_bits": 4, "type": "int", "strategy": "group"}, {}, "weights of 4-bit int by group and"),
-        ({"type": "int"}, {}, "weights of 8-bit int by channel"),
-        ({"symmetric": False}, {}, "weights of 8-bit float with offsets by channel"),
-        ({"strategy": "group"}, {}, "weights of 8-bit float by group"),
-        ({"dynamic": True}, {}, "weights of 8-bit float by channel"),
-        ({}, None, "static inputs of 16-bit float by None"),
-        ({}, {"type": "int"}, "dynamic inputs of 8-bit int by token"),
-        ({}, {"dynamic": "local"}, "inputs of 8-bit float by token"),
-        ({}, {"dynamic": False}, "static inputs of 8-bit float by token"),
-        ({"strategy": "block"}, {"strategy": "tensor", "dynamic": False}, "static inputs of 8-bit float by tensor"),
-    ],
-)
-def test_groups_of_compressed_tensors(weights: Any, inputs: Any, why: str) -> None:
-    given = None if inputs is None else GROUP["input_activations"] | inputs
-    group = {"weights": GROUP["weights"] | weights, "input_activations": given}
-    if not why:
-        require_e4m3("up", group)
-        return
-    with pytest.raises(NotImplementedError, match=f"^up must be in bfloat16, or .* got .*{why}.*: take a checkpoint"):
-        require_e4m3("up", group)
-
-
 @pytest.mark.parametrize("activation", ["drelu", "fatrelu"])
 def test_files_in_e4m3_with_activations_of_twell_are_refused(activation: Any, on_a_gpu: None, tmp_path: Path) -> None:
     folder = float8_models.save(tmp_path / "model", "fp8")
@@ -434,13 +402,3 @@ def test_load(on_a_gpu: None, tmp_path: Path, layout: str) -> None:
         return
     model = twell_hf.load(folder, dtype=BF16, strategy="row")
     assert [layer.strategy for layer in layers(model)] == ["row"] * float8_models.LAYERS
-
-
-def test_analyze(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = float8_models.save(tmp_path / "model", "fp8")
-    saved_models.save_tokenizer(folder)
-    (tmp_path / "text.txt").write_text(saved_models.text(4000))
-    assert saved_models.run(analyze, folder, "--text", tmp_path / "text.txt", "--tokens", 1024, "--device", "cpu") == 0
-    out = capsys.readouterr().out
-    assert "Files by fp8, whose weights were dequantised: figures and times are of 16 bits" in out
-    assert "Verdict: " in out.splitlines()[-1]

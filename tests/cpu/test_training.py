@@ -1,6 +1,7 @@
 """Gradients of the sparse path on the CPU: right, as close to float64 as dense PyTorch's, and PyTorch citizens."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,18 +18,8 @@ BF16 = torch.bfloat16
 Loss = Callable[[Tensor, twell.Aux], Tensor]
 
 
-def gated(p: testing.FFN, **options: Any) -> tuple[Tensor, twell.Aux]:
-    biases = {"b_gate": p.b_gate, "b_up": p.b_up, "b_down": p.b_down}
-    return twell.sparse_gated_ffn(
-        p.x, p.w_gate, p.w_up, p.w_down.t(), **biases, return_aux=True, **{"strategy": "row", **options}
-    )
-
-
-def plain(p: testing.FFN, **options: Any) -> tuple[Tensor, twell.Aux]:
-    biases = {"b_up": p.b_gate, "b_down": p.b_down}
-    return twell.sparse_ffn(p.x, p.w_gate, p.w_down.t(), **biases, return_aux=True, **{"strategy": "row", **options})
-
-
+gated = partial(testing.sparse_layer, strategy="row")
+plain = partial(testing.sparse_layer, gated=False, strategy="row")
 BOTH = pytest.mark.parametrize("ffn", [gated, plain])
 Function = Callable[..., tuple[Tensor, twell.Aux]]
 

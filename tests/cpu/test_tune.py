@@ -128,18 +128,6 @@ def test_the_plan() -> None:
     assert tune.sparse_routes(few, portable) == tune.sparse_routes(many, portable) == ("row", "union")
 
 
-def test_figures_of_a_measured_layer() -> None:
-    for m in (1, 5, 100, 300):
-        problem = testing.integer_problem(m, 16, 264)
-        active = testing.float64_gate(problem) != 0
-        whole = m // 128 * 128
-        union = active[:whole].view(-1, 128, 264).any(1).float().mean().item() if whole else None
-        heaviest = max(group.sum().item() for group in active.split(8)) / min(m, 8)
-        found = tune.figures_of(problem)
-        assert found._replace(union=None) == Figures(active.sum().item() / m, None, heaviest)
-        assert found.union == (pytest.approx(union) if whole else None)
-
-
 def test_the_fit_finds_the_rates_that_made_the_times() -> None:
     """Of each part from its rows alone, and whatever one of them says."""
     scaled, other = (

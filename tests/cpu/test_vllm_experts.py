@@ -254,20 +254,6 @@ def test_kernels_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried("auto", dtype=E4M3) == ""
 
 
-def test_the_log_says_what_runs(experts: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", "vllm.twell")
-    layers, layer = layers_of(experts, "auto", sparsity_invariant=True), RoutedExperts()
-    made(experts, layers, Config())
-    layer.quant_method = type("AWQMoEMethod", (), {"moe": Config()})()
-    layers.take_float8(layer)
-    layers.tell(layer)
-    formats = "all weights must be in 16 bits, or with their inputs in e4m3"
-    assert [record.getMessage() for record in caplog.records] == [
-        f"twell: 1 layers of experts run as without twell: {formats}, got AWQMoEMethod",
-        'twell: 1 layers of experts run through torch.ops.twell.experts: strategy "row+invariant"',
-    ]
-
-
 class Fp8MoEMethod(abc.ABC):  # noqa: B024
     def __init__(self, moe: Any) -> None:
         self.moe = moe

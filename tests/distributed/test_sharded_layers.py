@@ -175,26 +175,6 @@ def test_placements_refusals_gradients(cpu_ranks: Run) -> None:
     cpu_ranks(2, in_turn, *of_layers)
 
 
-def compiled(device: torch.device) -> None:
-    mesh = init_device_mesh(device.type, (2,))
-    single = operands(True)
-    _, _, _, gradients = step(single)
-
-    @torch.compile(backend="aot_eager", fullgraph=True)
-    def function(**t: Tensor) -> Tensor:
-        return loss(*call(t, return_aux=True))
-
-    for layout, x in ((tensor_parallel, Replicate()), (tensor_parallel, Shard(1))):
-        leaves = {name: distribute_tensor(t, mesh, [layout(name, x)]).requires_grad_() for name, t in single.items()}
-        function(**leaves).backward()
-        for name, expected in gradients.items():
-            torch.testing.assert_close(whole(leaves[name].grad), expected)
-
-
-def test_compiled(cpu_ranks: Run) -> None:
-    cpu_ranks(2, compiled)
-
-
 def exact_operands(device: torch.device) -> dict[str, Tensor]:
     """Sparse small integers: every sum, and each of two ranks' share of it, is exact in bfloat16."""
     generator = torch.Generator().manual_seed(0)

@@ -62,24 +62,6 @@ def test_largest_of_a_batch(dtype: torch.dtype) -> None:
         assert torch.equal(choice.largest(gate, most).cpu(), choice.largest(gate.cpu(), most))
 
 
-@DTYPES
-@pytest.mark.parametrize(("m", "n"), [(1, 8), (1000, 4104), (129, 65536)])
-def test_window(m: int, n: int, dtype: torch.dtype) -> None:
-    """Gates on levels and bounds; and a gate whose rows kernels do not read in place."""
-    gate = (torch.randint(-9, 10, (m, n)) / 4).to(dtype)
-    gate[0, 3], gate[-1, 5], gate[m // 2, 6], gate[0, 7] = torch.nan, torch.inf, -torch.inf, -0.0
-    level = (torch.arange(n) % 5).to(dtype) / 4
-    bounds = level, *choice.bounds(level, 1.0)
-    right = gate.clone()
-    expected = ops.window(right, *bounds)
-    for more in (0, 3):
-        ours = torch.empty(m, n + more, dtype=dtype, device=CUDA)[:, :n]
-        given = [bound.cuda() for bound in bounds]
-        found = testing.poisoned(lambda ours=ours, given=given: ops.window(ours.copy_(gate), *given))
-        for one, other in zip((*found, ours), (*expected, right), strict=True):
-            testing.assert_same(one.cpu(), other)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int16, torch.float32])
 @pytest.mark.parametrize("shape", [(8, 8), (8, 64), (64, 8), (72, 264), (2048, 5632), (0, 8), (7, 9), (8, 12)])
 def test_every_element_is_moved(shape: tuple[int, int], dtype: torch.dtype) -> None:

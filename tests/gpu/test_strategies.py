@@ -50,20 +50,6 @@ def test_union_sizes_around_tiles(size: int) -> None:
         testing.assert_same(gradient, right[name].float().to(BF16), name)
 
 
-def test_many_tokens_take_the_memory_of_a_slice() -> None:
-    """Beside y, the packed gate and the lists of one slice: less than dense PyTorch's gate alone."""
-    m, n, k = 1 << 18, 5632, 64
-    p = testing.integer_problem(512, k, n, density=0.005, device=CUDA)
-    p = p._replace(x=p.x.repeat(m // 512, 1))
-    expected = exact(p.rows(0, 512), "union")
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    y = testing.sparse_output(p, strategy="union")
-    assert torch.cuda.max_memory_allocated() - before < m * n * 2 / 2
-    assert all(bool((part == expected).all()) for part in y.view(-1, 512, k).split(64))
-
-
 @pytest.mark.parametrize(
     ("name", "m", "own"),
     [

@@ -6,8 +6,6 @@ import sys
 import pytest
 import torch
 
-import twell
-from tests.gpu.strategies import module
 from twell import testing
 
 # Streams
@@ -113,24 +111,6 @@ def test_calls_beside_a_capture_of_another_thread(how: str, same_family: str) ->
 
 
 # Devices
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
-def test_auto_measures_on_a_device_that_is_not_current(device: str, training: bool) -> None:
-    problem = testing.make("topic29", 4096, device=device)
-    mlp = module(problem)
-    with torch.cuda.device(0), torch.set_grad_enabled(training):
-        for _ in range(9):
-            y = mlp(problem.x)
-            if training:
-                y.float().sum().backward()
-            torch.cuda.synchronize(device)
-        assert torch.cuda.current_device() == 0
-    with torch.no_grad():
-        assert testing.compare(problem, mlp(problem.x)).ok
-    assert any(row.figures is not None for row in twell.explain(mlp))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -42,21 +42,6 @@ def assert_trains_as(model: Any, stock: Any) -> None:
     torch.testing.assert_close(trained(model), trained(stock), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_lora_on_gated_layers_runs_sparse_and_trains(before: bool) -> None:
-    """Whether the adapters are there before ``sparsify`` or come after it."""
-    stock = adapted(causal_model("llama"), GATED)
-    names = modules(stock)
-    if before:
-        model = adapted(causal_model("llama"), GATED)
-        assert twell_hf.sparsify(model, strategy="union") is model
-    else:
-        model = adapted(sparse_model("llama"), GATED)
-    assert modules(model) == names
-    assert model.state_dict().keys() == stock.state_dict().keys()
-    assert_trains_as(model, stock)
-
-
 def test_what_peft_does_to_its_adapters_is_seen(tmp_path: Path) -> None:
     """Disabling, merging, switching, saving and loading; each in a model that stays sparse."""
     stock, model = (adapted(causal_model("llama"), GATED) for _ in range(2))
@@ -119,21 +104,6 @@ def test_modules_to_save(saved: str) -> None:
     twell_hf.sparsify(model, strategy="union")
     assert_trains_as(model, stock)
     assert any(saved in name for name, p in model.named_parameters() if p.requires_grad)
-
-
-def test_other_tasks() -> None:
-    for kind, cls in (("SEQ_CLS", "LlamaForSequenceClassification"), ("FEATURE_EXTRACTION", "LlamaModel")):
-        made = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            config = causal_model("llama").config
-            config.pad_token_id = 0
-            made.append(adapted(getattr(transformers, cls)(config).eval(), GATED, task_type=kind))
-        stock, model = made
-        assert twell_hf.sparsify(model, strategy="union") is model
-        found, expected = (each(input_ids=token_ids())[0] for each in (model, stock))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        assert strategies(model) == {"union"}
 
 
 def test_an_activation_that_is_changed_beside_adapters_is_in_the_configuration() -> None:

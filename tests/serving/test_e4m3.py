@@ -1,7 +1,6 @@
 """Feed-forward layers in e4m3 through twell in vLLM: the engine's tokens, of each format of checkpoints."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from served import (
@@ -79,13 +78,6 @@ def test_on_a_gpu(eager: bool, tmp_path: Path, serve: Serve) -> None:
         assert_alike(served, stock)
         assert served.rows == [True] * LAYERS
         assert f'{THROUGH}: strategy "{strategy}"' in served.log
-
-
-def test_tensors_that_are_loaded_into_others_are_refused(tmp_path: Path, run: Any) -> None:
-    model = model_of(tmp_path, "tensor")
-    refused = run(model, dtype="bfloat16", request={"then": str(model), "by": "load_weights"})
-    assert refused.returncode != 0
-    assert "must be loaded again by vLLM's reload_weights" in refused.stdout + refused.stderr
 
 
 def test_experts_of_the_same_values_have_the_same_tokens(tmp_path: Path, serve: Serve) -> None:
