@@ -64,20 +64,6 @@ def engines() -> str:
 # Other layers
 
 
-def autoencoders() -> str:
-    """Autoencoders by "auto": speed-ups over the faster dense variant in graphs and in eager calls, and the peak."""
-    cells = {}
-    found = by_case(result("sae")["rows"], "pattern", "n", "op")
-    for (pattern, n, op), of in found.items():
-        auto = of['"auto"']
-        cells[f"{pattern}, {n:,}", op] = f"{bold(auto['over_dense'])}, {auto['queued_over_dense']:.2f}"
-    for pattern, n in dict.fromkeys(case[:2] for case in found):
-        of = found[pattern, n, "training"]
-        both = (f"{of[variant]['peak_bytes'] / 1e9:.1f}" for variant in ("dense compiled", '"auto"'))
-        cells[f"{pattern}, {n:,}", "peak of training, GB: dense / twell"] = " / ".join(both)
-    return signed(pivot("codes, d_sae", cells), "sae")
-
-
 def experts() -> str:
     """Layers of experts of one shape, by sequences that decode."""
     rows = []
@@ -288,7 +274,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "models": figures.models,
     "beside others": beside_others,
     "engines": engines,
-    "autoencoders": autoencoders,
     "experts": experts,
     "experts elsewhere": experts_elsewhere,
     "float8": e4m3,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from twell import nn, ops
 from twell.call.execution import Aux
 from twell.call.experts import sparse_experts
-from twell.call.functional import pack, sparse_ffn, sparse_gated_ffn, sparse_up_down
-from twell.call.packed import PackedTwell
+from twell.call.functional import sparse_ffn, sparse_gated_ffn, sparse_up_down
+from twell.call.packed import PackedTwell, pack
 from twell.choose.site import AutoStrategy
 from twell.integrations.analyze import Analysis, analyze
 from twell.integrations.quantize import quantize_

@@ -36,7 +36,7 @@ def screened_seconds(problem: Problem, figures: Figures, card: Any = None) -> di
 
 
 class Arrivals:
-    """A stand-in for ``sites.Transfer``: values arrive when ``open`` is true; it counts the queries."""
+    """A stand-in for ``measurement.Transfer``: values arrive when ``open`` is true; it counts the queries."""
 
     open = True
     asked = 0

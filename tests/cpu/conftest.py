@@ -27,11 +27,10 @@ def chooses(free_choice: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The transfers of ``free_choice``, by times in which the sizes of ``auto_layers`` matter."""
     import auto_layers
 
-    from twell.choose import rates
-    from twell.choose import site as sites
+    from twell.choose import measurement, rates
 
     arrivals = auto_layers.Arrivals()
-    monkeypatch.setattr(sites, "Transfer", arrivals)
+    monkeypatch.setattr(measurement, "Transfer", arrivals)
     monkeypatch.setattr(rates, "seconds", auto_layers.seconds)
     return arrivals
 
@@ -58,7 +57,7 @@ def entries_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, no loaded kernels and no packaged library; the folder of entries."""
     from twell.runtime import cache, log, packaged, resolve
 
-    for name in ("TWELL_JIT", "TWELL_LOG", "TWELL_DEBUG"):
+    for name in ("TWELL_LOG", "TWELL_DEBUG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TWELL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(packaged, "FOLDER", tmp_path / "nothing")

@@ -317,7 +317,7 @@ def test_adapters_of_each_sample_are_pefts(runs: list[tuple[str, int]]) -> None:
 def test_auto_concatenates_for_many_tokens_alone(
     free_choice: None, monkeypatch: pytest.MonkeyPatch, runs: list[tuple[str, int]]
 ) -> None:
-    monkeypatch.setattr(twell.choose.site, "Transfer", Arrived)
+    monkeypatch.setattr(twell.choose.measurement, "Transfer", Arrived)
     model = adapted(strategy="auto")
     (row,) = twell.explain(model).rows
     assert row.strategy == "auto"

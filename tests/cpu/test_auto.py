@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
 from twell import testing
-from twell.choose import rates
+from twell.choose import measurement, rates
 from twell.choose import site as sites
 from twell.choose.rates import Figures, Problem
 from twell.nn.layers import SparseGatedMLP, SparseMLP
@@ -321,7 +321,7 @@ def test_few_tokens_are_dense_where_the_down_weight_is_copied() -> None:
 
 
 def test_the_cpu_leaves_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "Transfer", lambda _: pytest.fail("measured on the CPU"))
+    monkeypatch.setattr(measurement, "Transfer", lambda _: pytest.fail("measured on the CPU"))
     mlp, x = layer(firing=200), torch.randn(5, K).to(BF16)
     for _ in range(3):
         mlp(x)
@@ -431,7 +431,7 @@ def test_tensors_without_values_neither_measure_nor_count(monkeypatch: pytest.Mo
         raise RuntimeError("no CUDA driver")
 
     monkeypatch.setattr(device, "capability", no_driver)
-    monkeypatch.setattr(sites, "Transfer", lambda _: pytest.fail("measured a fake tensor"))
+    monkeypatch.setattr(measurement, "Transfer", lambda _: pytest.fail("measured a fake tensor"))
     with FakeTensorMode():
         site = twell.AutoStrategy()
         weights = [torch.empty(N, K, device="cuda", dtype=BF16) for _ in range(3)]

@@ -15,9 +15,9 @@ from twell import AutoStrategy, ops, testing
 from twell.base.activation import RELU
 from twell.choose import cards, rates
 from twell.choose import site as sites
+from twell.choose.measurement import Measurement
 from twell.choose.plan import Route
 from twell.choose.rates import Figures, Problem
-from twell.choose.site import Measurement
 from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.ops import screened
 from twell.ops.operands import Layer

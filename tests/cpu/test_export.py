@@ -13,7 +13,7 @@ from torch.export import Dim
 import twell
 from tests.habits.entries import ENTRIES, Call
 from twell import testing
-from twell.choose import cards
+from twell.choose import cards, measurement
 from twell.choose import site as sites
 from twell.choose.plan import route_of
 
@@ -50,7 +50,7 @@ def saved(exported: Any) -> Any:
 def test_a_loaded_program_chooses_by_what_it_measures(how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """It has a site of its own, which lasts as long as its weights."""
     monkeypatch.setattr(cards.imposed, "__code__", (lambda kind, index: "").__code__)
-    monkeypatch.setattr(sites, "Transfer", Arrivals())
+    monkeypatch.setattr(measurement, "Transfer", Arrivals())
     monkeypatch.setattr(sites, "_SITES", {})
     own, right = layer("auto"), layer("row")()
     mlp, x = own.run, own.given["x"]
@@ -78,7 +78,7 @@ def test_an_engines_one_trace_chooses_by_the_real_number_of_tokens(name: str, mo
     """As a serving engine calls it: views of one merged weight, traced once with symbolic tokens."""
     torch.compiler.reset()
     monkeypatch.setattr(cards, "imposed", lambda kind, index: "")
-    monkeypatch.setattr(sites, "Transfer", Arrivals())
+    monkeypatch.setattr(measurement, "Transfer", Arrivals())
     monkeypatch.setattr(sites, "_SITES", {})
     p = testing.integer_problem(300, K, N, density=0.1, biases="gate up down")
     merged, b_merged = torch.cat([p.w_gate, p.w_up]), torch.cat([p.b_gate, p.b_up])

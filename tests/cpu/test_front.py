@@ -23,7 +23,7 @@ from tests.habits.entries import ENTRIES
 from tests.habits.refusals import sections, wrong
 from twell import testing
 from twell.call import functional
-from twell.choose import cards, rates, site
+from twell.choose import cards, measurement, rates, site
 from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.nn.models import set_down_layout
 from twell.ops import calls, dense
@@ -55,7 +55,7 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" chooses on the fake GPU, and figures arrive at once."""
     monkeypatch.setattr(cards, "imposed", lambda kind, index: "")
     monkeypatch.setattr(functional, "imposed_on_call", lambda kind, index: "")
-    monkeypatch.setattr(site, "Transfer", fake_gpu.Arrived)
+    monkeypatch.setattr(measurement, "Transfer", fake_gpu.Arrived)
 
 
 def layer(cls: Any = SparseGatedMLP, strategy: Any = "union", bias: bool = False) -> Any:
@@ -218,7 +218,7 @@ def test_calls_between_those_that_measure_go_to_their_launches(
     """One that measures, and the next, which decides by that, take the long way."""
     # other tests hold launches to signatures
     monkeypatch.setattr(fake_gpu, "CHECKS", False)
-    monkeypatch.setattr(site, "Transfer", fake_gpu.Arrived)
+    monkeypatch.setattr(measurement, "Transfer", fake_gpu.Arrived)
     monkeypatch.setattr(rates, "HOST", {False: {}, True: {}})
     rates.waits_for_host.cache_clear()
     alone, x = layer(strategy="auto").requires_grad_(training), tokens(896)

@@ -165,15 +165,6 @@ class TestCache:
         cache.load(SPEC)
         assert len(entries(elsewhere / folder.name)) == 1
 
-    def test_compiling_may_be_forbidden(
-        self, compiler: Compiler, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        cache.load(SPEC)
-        monkeypatch.setenv("TWELL_JIT", "off")
-        assert cache.load(SPEC)() == 42
-        with pytest.raises(RuntimeError, match=r"UnpackSpec\(dtype='float16'\) is neither .*TWELL_JIT=off forbids"):
-            cache.load(OTHER)
-
     def test_a_compiler_may_be_missing(self, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(shutil, "which", lambda name: None)
@@ -529,7 +520,6 @@ class TestEnvironment:
     @pytest.mark.parametrize(
         ("name", "read", "text"),
         [
-            ("TWELL_JIT", env.jit, "TWELL_JIT must be one of auto, off, got 'maybe'"),
             ("TWELL_LOG", env.log_level, "TWELL_LOG must be one of debug, info, .*got 'maybe'"),
             ("TWELL_DEBUG", env.debug, "TWELL_DEBUG must be one of 0, 1, got 'maybe'"),
             ("TWELL_CACHE_DIR", env.cache_dir, "TWELL_CACHE_DIR must be an absolute path, got 'maybe'"),
@@ -543,12 +533,12 @@ class TestEnvironment:
             read()
 
     def test_switches(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert (env.debug(), env.jit()) == (False, True)
+        assert (env.debug(), env.vllm()) == (False, True)
         monkeypatch.setenv("TWELL_DEBUG", "1")
         assert env.debug()
         for value, allowed in (("", True), ("auto", True), ("AUTO", True), ("off", False)):
-            monkeypatch.setenv("TWELL_JIT", value)
-            assert env.jit() is allowed
+            monkeypatch.setenv("TWELL_VLLM", value)
+            assert env.vllm() is allowed
 
     def test_the_cache_folder_follows_the_environment(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))

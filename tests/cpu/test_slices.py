@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import twell
 from twell.base.activation import RELU
 from twell.choose import rates
+from twell.choose.measurement import Measurement
 from twell.choose.plan import Route
-from twell.choose.site import Measurement
 from twell.ops import hybrid, screened, slices
 from twell.ops.ffn import _run, _sparse_on_cpu
 from twell.ops.operands import Layer

@@ -16,7 +16,7 @@ from tests.quantized import assert_right, hostile
 from twell import ops, testing
 from twell.base.activation import RELU
 from twell.choose import tuning
-from twell.ops import hybrid, reference
+from twell.ops import hybrid, hybrid_cpu, reference
 from twell.ops.library import launch
 from twell.runtime import geometry, specs
 
@@ -108,7 +108,7 @@ def kept(given: Pattern, values: Tensor) -> tuple[hybrid.Kept, Tensor, int]:
     """The gate in the hybrid format, ``values`` [M, N] at its non-zeros in the format's order, and their number."""
     m, n = given.gate.shape
     whole = torch.empty(hybrid.words(given.x, n, gated=True), dtype=torch.int32)
-    hybrid.encode(given.gate, values.to(BF16), whole)
+    hybrid_cpu.encode(given.gate, values.to(BF16), whole)
     out = hybrid.parts(whole, m, n)
     capacity, total = hybrid.capacity_of(given.x, n, True, whole), int(out.sizes[-1])
     return out, hybrid.values(out.entries, capacity, BF16)[:total], total
@@ -116,7 +116,7 @@ def kept(given: Pattern, values: Tensor) -> tuple[hybrid.Kept, Tensor, int]:
 
 def sampled_up(sizes: Sequence[int], k: int, training: bool, biased: bool, ctas: int, seed: int = 0) -> None:
     given = pattern(sizes, k, seed)
-    up = hybrid.project(given.x, given.weight, given.bias if biased else None)
+    up = hybrid_cpu.project(given.x, given.weight, given.bias if biased else None)
     hidden = given.gate.float() * up
     _, right_hidden, _ = kept(given, hidden)
     format_, right_up, total = kept(given, up)

@@ -54,11 +54,10 @@ def describe(model: Any) -> dict[str, Any]:
 
 def let_auto_choose() -> None:
     """Let the CPU pass for a GPU where "auto" asks."""
-    from twell.choose import cards
-    from twell.choose import site as sites
+    from twell.choose import cards, measurement
 
     cards.imposed = lambda *_: ""
-    sites.Transfer = lambda values: SimpleNamespace(arrived=lambda: True, read=values.tolist)  # type: ignore[misc]
+    measurement.Transfer = lambda values: SimpleNamespace(arrived=lambda: True, read=values.tolist)  # type: ignore[misc]
 
 
 def let_no_kernel_load() -> None:

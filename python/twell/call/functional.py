@@ -8,17 +8,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from twell import ops
 from twell.base.activation import TOP_K, Activation, ActivationName, activation_of
 from twell.call import execution, quantised
 from twell.call.admission import admit, admit_given, admit_mains, admitted, needing_grad, require_of_neurons, sharded
 from twell.call.choice import choice_of
 from twell.call.execution import NOTHING, Aux, Call, Extra, copies_down
-from twell.call.packed import PackedTwell
 from twell.call.plain import overridden
 from twell.call.quantised import is_quantised, records
 from twell.choose.cards import imposed_on_call
-from twell.choose.plan import PACKED_DTYPES, Facts, Route, route_of, routed, unpackable
+from twell.choose.plan import Facts, Route, route_of, routed
 from twell.choose.site import AutoStrategy, enroll, found, tokens_of, without_site
 from twell.ops import hybrid
 from twell.ops.calls import How, known
@@ -262,44 +260,6 @@ def _require_inference(main_grads: Any, return_aux: bool, activation: Activation
         raise NotImplementedError(f"{asked}: e4m3 weights are for inference alone; train, and measure, the 16-bit ones")
 
 
-def pack(
-    x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8, threshold: float = 0
-) -> PackedTwell:
-    """``relu(x @ w_gate^T + b_gate)`` in the TwELL format: x [..., K], w_gate [N, K], b_gate [N] -> [..., N] packed.
-
-    With a ``threshold``, that of "fatrelu", values up to it are zeros, too.
-
-    Tensors are bfloat16 or float16, on the CPU too. Not differentiable, and not for transforms of torch.func. Sizes,
-    autocast and errors are as in ``sparse_gated_ffn``, without DTensors.
-    """
-    name = "pack"
-    if isinstance(threshold, Tensor):
-        raise TypeError(f"{name}: threshold must be a number, got a tensor")
-    kind = activation_of("fatrelu", threshold)
-    geometry.words_per_tile(compression)
-    t = admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
-    x = t["x"]
-    n, k = t["w_gate"].shape
-    facts = Facts(name, n=n, k=k, device=x.device.type)
-    if refusal := unpackable(facts, instead=""):
-        raise refusal.kind(refusal.message)
-    if x.dtype not in PACKED_DTYPES:
-        raise TypeError(f"{name}: dtype must be bfloat16 or float16, which the format stores, got {x.dtype}")
-    if got := modes.transform_of(t, False) or overridden(t):
-        raise NotImplementedError(f"{name}: the format takes plain tensors, got {got}")
-    if needing := needing_grad(t):
-        raise NotImplementedError(
-            f"{name}: {', '.join(needing)} requires grad, but the format stores no gradient; "
-            "call it under torch.no_grad()"
-        )
-    if sharded(t):
-        raise NotImplementedError(f"{name}: operands must be plain tensors, got DTensors: pack to_local() of each")
-    tokens = x.reshape(-1, x.shape[-1])
-    words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression, kind.threshold)
-    words, spill = (packed.reshape(*x.shape[:-1], packed.shape[1]) for packed in (words, spill))
-    return PackedTwell(words, spill, stats, n, compression)
-
-
 def run_scaled(
     function: Callable[..., Any],
     x: Tensor | Float8,
@@ -481,10 +441,9 @@ def _on_shards(
         raise TypeError(f'{name}: "batchtopk", bandwidth and counts take plain tensors, got DTensors')
     if mains is not None:
         raise NotImplementedError(f"{name}: main_grads are those of plain weights, got DTensors")
-    options = {"strategy": how.strategy, "invariant": how.invariant, "compression": how.compression}
-    options |= how.activation.options()
-    dense = how.strategy == "dense"
-    y, figures = sharding.ffn(name, function, operands, dense=dense, return_aux=return_aux, **options)
+    options: dict[str, Any] = {"strategy": how.strategy, "invariant": how.invariant, "compression": how.compression}
+    options |= {"dense": how.strategy == "dense", "return_aux": return_aux, **how.activation.options()}
+    y, figures = sharding.ffn(name, function, operands, **options)
     return y if figures is None else (y, Aux(*figures))
 
 

@@ -1,4 +1,4 @@
-"""``PackedTwell``: a packed gate with the sizes to read it. A pytree of three tensors."""
+"""``pack``, and ``PackedTwell``: a packed gate with the sizes to read it. A pytree of three tensors."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,6 +9,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from twell import ops
+from twell.base.activation import activation_of
+from twell.call.admission import admit, needing_grad, sharded
+from twell.call.plain import overridden
+from twell.choose.plan import PACKED_DTYPES, Facts, unpackable
+from twell.runtime import geometry, modes
 
 _TENSORS = ("words", "spill", "stats")
 
@@ -50,6 +55,44 @@ class PackedTwell:
         words, spill = (t.reshape(-1, t.shape[-1]) for t in (self.words, self.spill))
         dense: Tensor = ops.unpack(words, spill, self.n, self.compression)
         return dense.reshape(self.shape)
+
+
+def pack(
+    x: Tensor, w_gate: Tensor, b_gate: Tensor | None = None, *, compression: int = 8, threshold: float = 0
+) -> PackedTwell:
+    """``relu(x @ w_gate^T + b_gate)`` in the TwELL format: x [..., K], w_gate [N, K], b_gate [N] -> [..., N] packed.
+
+    With a ``threshold``, that of "fatrelu", values up to it are zeros, too.
+
+    Tensors are bfloat16 or float16, on the CPU too. Not differentiable, and not for transforms of torch.func. Sizes,
+    autocast and errors are as in ``sparse_gated_ffn``, without DTensors.
+    """
+    name = "pack"
+    if isinstance(threshold, Tensor):
+        raise TypeError(f"{name}: threshold must be a number, got a tensor")
+    kind = activation_of("fatrelu", threshold)
+    geometry.words_per_tile(compression)
+    t = admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
+    x = t["x"]
+    n, k = t["w_gate"].shape
+    facts = Facts(name, n=n, k=k, device=x.device.type)
+    if refusal := unpackable(facts, instead=""):
+        raise refusal.kind(refusal.message)
+    if x.dtype not in PACKED_DTYPES:
+        raise TypeError(f"{name}: dtype must be bfloat16 or float16, which the format stores, got {x.dtype}")
+    if got := modes.transform_of(t, False) or overridden(t):
+        raise NotImplementedError(f"{name}: the format takes plain tensors, got {got}")
+    if needing := needing_grad(t):
+        raise NotImplementedError(
+            f"{name}: {', '.join(needing)} requires grad, but the format stores no gradient; "
+            "call it under torch.no_grad()"
+        )
+    if sharded(t):
+        raise NotImplementedError(f"{name}: operands must be plain tensors, got DTensors: pack to_local() of each")
+    tokens = x.reshape(-1, x.shape[-1])
+    words, spill, stats = ops.gate_pack(tokens, t["w_gate"], t.get("b_gate"), compression, kind.threshold)
+    words, spill = (packed.reshape(*x.shape[:-1], packed.shape[1]) for packed in (words, spill))
+    return PackedTwell(words, spill, stats, n, compression)
 
 
 def _flatten(packed: PackedTwell) -> tuple[list[Any], tuple[int, int]]:

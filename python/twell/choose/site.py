@@ -12,19 +12,18 @@ import functools
 import itertools
 import threading
 import weakref
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from twell.base.arguments import require_integer
 from twell.choose import cards, rates
 from twell.choose.explanation import Choice
+from twell.choose.measurement import Expected, Measurement, Transfer
 from twell.choose.plan import Route, route_of
-from twell.runtime import device, geometry, modes
+from twell.runtime import geometry, modes
 from twell.runtime.log import logger
 
 # Compiled graphs of training, whose number of tokens may be symbolic, are dense for at most so many. For more they run
@@ -45,109 +44,6 @@ def require_screen(screen: object) -> None:
     """Raise ValueError unless this is a value of ``AutoStrategy.screen``."""
     if screen not in ("auto", "off"):
         raise ValueError(f'screen must be "auto" or "off", got {screen!r}')
-
-
-class Transfer:
-    """A few integers on their way from a GPU to the host."""
-
-    def __init__(self, values: Tensor) -> None:
-        # torch keeps and reuses such memory
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(values.device))
-
-    def arrived(self) -> bool:
-        """Whether ``read`` may be called; does not wait."""
-        with device.relaxed_capture():
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
-
-    def read(self) -> list[int]:
-        """The values, after they have arrived."""
-        values: list[int] = self._host.tolist()
-        return values
-
-
-def beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
-    """A context in which a measurement may allocate while another thread captures a graph."""
-    return device.relaxed_capture() if tensor.is_cuda else nullcontext()
-
-
-class Measurement(NamedTuple):
-    """A call whose figures the site wants.
-
-    screen: whether it wants the candidates of the int8 screen, too.
-    """
-
-    site: AutoStrategy
-    problem: rates.Problem
-    call: int
-    screen: bool = False
-
-    @torch.no_grad()
-    def dense(self, gate: Tensor, threshold: float = 0.0, candidates: Tensor | None = None) -> None:
-        """Leave the figures of a dense gate [..., N], before or after its activation: what is above ``threshold``."""
-        with beside_captures(gate):
-            m, n = self.problem.m, self.problem.n
-            silent, whole = gate.reshape(-1, n) <= threshold, m // geometry.TOKEN_TILE
-            tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, n)
-            nonzeros = F.pad(n - silent.sum(1), (0, -m % rates.HEAVY_GROUP))
-            groups = nonzeros.view(-1, rates.HEAVY_GROUP).sum(1)
-            self.counts(groups.sum(), n - tiles.all(1).sum(1), heaviest=groups.amax(), candidates=candidates)
-
-    @torch.no_grad()
-    def counts(
-        self,
-        nonzeros: Tensor,
-        unions: Tensor | None,
-        most: int | None = None,
-        heaviest: Tensor | None = None,
-        candidates: Tensor | None = None,
-    ) -> None:
-        """Leave the number of non-zeros (0-d) and, if known, the union of each tile: the neurons its 128 tokens fire.
-
-        With more than ``most`` non-zeros the unions are not used. ``heaviest``, 0-d, is the number of non-zeros of the
-        8 consecutive tokens that have the most. ``candidates`` is how many neurons the screen lists for each tile.
-        """
-        whole = self.problem.m // geometry.TOKEN_TILE
-        with beside_captures(nonzeros):
-            values = {"nonzeros": nonzeros.long()}
-            if unions is not None and whole:
-                # a partial tile has a smaller union
-                values["unions"] = unions[:whole].sum()
-            if candidates is not None and whole:
-                values["candidates"] = candidates[:whole].sum()
-            if heaviest is not None:
-                values["heaviest"] = heaviest.long()
-            transfer = Transfer(torch.stack(tuple(values.values())))
-        self.site.expect(self.problem, self.call, transfer, most, tuple(values))
-
-
-class _Expected(NamedTuple):
-    """The counts of a call, still on their way."""
-
-    problem: rates.Problem
-    call: int
-    transfer: Transfer
-    most: int | None
-    names: tuple[str, ...]
-
-    def figures(self) -> rates.Figures:
-        """The figures, after they have arrived."""
-        m, n = self.problem.m, self.problem.n
-        values = dict(zip(self.names, self.transfer.read()))
-        nonzeros, unions, heaviest = values["nonzeros"], values.get("unions"), values.get("heaviest")
-        neurons = m // geometry.TOKEN_TILE * n
-        if unions is None or (self.most is not None and nonzeros > self.most):
-            union = None
-        else:
-            union = unions / neurons
-        return rates.Figures(
-            nonzeros / m,
-            union,
-            None if heaviest is None else heaviest / min(m, rates.HEAVY_GROUP),
-            values["candidates"] / neurons if "candidates" in values else None,
-        )
 
 
 @dataclasses.dataclass
@@ -229,7 +125,7 @@ class AutoStrategy:
         self._graph = _Graph(*rates.UNTRAINED[:2])
         self._lock = threading.Lock()
         # one per bucket: with one for all, a forward pass under a reentrant checkpoint would keep training from any
-        self._pending: dict[tuple[bool, int], _Expected] = {}
+        self._pending: dict[tuple[bool, int], Expected] = {}
         self._open: weakref.WeakSet[_Pass] = weakref.WeakSet()
         # what computes calls whose route holds while their bucket has its version, ``ops.calls``
         self.made: dict[tuple[Any, ...], Any] = {}
@@ -356,7 +252,7 @@ class AutoStrategy:
         with self._lock:
             if self._layer == (problem.k, problem.n, problem.gated):
                 key = _key(problem)
-                self._pending.setdefault(key, _Expected(problem, call, transfer, most, names))
+                self._pending.setdefault(key, Expected(problem, call, transfer, most, names))
                 self._forget_routes(self._buckets.get(key))
 
     def hold(self, y: Tensor) -> None:
@@ -389,11 +285,9 @@ class AutoStrategy:
                 about = (layer, _kind(key[0]), _range(key[1]), "", *bucket.decision[:2])
                 rows.append(Choice(*about, bucket.calls, figures, measured, bucket.decision.costs))
             # neighbours with one strategy share a row, which has the reason of the most tokens
-            for (training, _), alike in itertools.groupby(
-                sorted(self._captures.items(), key=lambda item: item[0]), lambda item: (item[0][0], item[1].strategy)
-            ):
-                captures = list(alike)
-                (_, low), ((_, high), decision) = captures[0][0], captures[-1]
+            captured = sorted(self._captures.items(), key=lambda item: item[0])
+            for (training, _), alike in itertools.groupby(captured, lambda item: (item[0][0], item[1].strategy)):
+                ((_, low), _), *_, ((_, high), decision) = [*alike] * 2
                 tokens = f"{low} to {high}" if low < high else str(high)
                 about = (layer, _kind(training), tokens, "captured", *decision[:2])
                 rows.append(Choice(*about, costs=decision.costs))

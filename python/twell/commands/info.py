@@ -25,7 +25,6 @@ each GPU, and TWELL_* environment variables.
 PACKAGES: tuple[str, ...] = ("cuda-python", "cuda-bindings", fingerprint.TVM_FFI, fingerprint.DSL, "nvidia-cutlass-dsl")
 PACKAGES += tuple(packaged.RUNTIME_PACKAGES.values())
 VARIABLES: dict[str, Callable[[], object]] = {
-    "TWELL_JIT": lambda: "auto" if env.jit() else "off",
     "TWELL_CACHE_DIR": env.cache_dir,
     "TWELL_LOG": lambda: logging.getLevelName(level).lower() if (level := env.log_level()) is not None else "unset",
     "TWELL_VLLM": lambda: "auto" if env.vllm() else "off",
@@ -52,7 +51,7 @@ def collect() -> dict[str, Any]:
     devices = [
         asdict(d)
         | {"capability": "{}.{}".format(*d.capability), "sparse": d.capability[0] in device.ARCHITECTURES}
-        | {"tested": d.capability == device.SM_90}
+        | {"tested": d.capability == device.SM_90, "runs": _runs(d.capability)}
         for d in driver.devices
     ]
     first = driver.devices[0].capability[0] if driver.devices else 9
@@ -73,6 +72,14 @@ def collect() -> dict[str, Any]:
         "rates": [_rates(*model) for model in models.items()],
         "environment": {name: _in_effect(value) for name, value in VARIABLES.items()},
     }
+
+
+def _runs(capability: tuple[int, int]) -> str:
+    """Which kernels a GPU runs, in words."""
+    if capability[0] not in device.ARCHITECTURES:
+        return f"no sparse kernels: they need compute capability {device.SUPPORTED}; operators of the CPU are exact"
+    portable = "kernels of the portable family, never run on this model for this release"
+    return "sparse kernels" if capability == device.SM_90 else portable
 
 
 def _in_effect(value: Callable[[], object]) -> str:
@@ -146,68 +153,30 @@ def _rates(gpu: str, shipped: bool) -> dict[str, Any]:
     card = read(gpu, specs.SM90 if shipped else specs.PORTABLE)
     known = card.file is not None or shipped
     found = {"gpu": gpu, "measured_on": card.gpu if known else "", "date": card.date if known else ""}
-    return found | {"file": None if card.file is None else str(card.file), "problem": card.note or None}
+    note = card.note
+    if not note and (not known or card.gpu != gpu):
+        note = f"{'of another GPU' if known else 'auto is dense'}: `twell tune` measures {gpu}"
+    return found | {"file": None if card.file is None else str(card.file), "problem": note or None}
 
 
-def _fields(rows: dict[str, Any]) -> Iterator[str]:
-    width = max(map(len, rows))
-    return (f"  {name.ljust(width)}  {value}" for name, value in rows.items())
-
-
-def lines(info: dict[str, Any]) -> Iterator[str]:
-    """The report as text."""
-    yield "Versions"
-    yield from _fields(info["versions"])
-    yield "\nDevices"
-    for d in info["devices"]:
-        support = "sparse kernels run here"
-        if not d["sparse"]:
-            support = f"no sparse kernels: they need compute capability {device.SUPPORTED}"
-        elif not d["tested"]:
-            support = "kernels of the portable family, never run on this model for this release"
-        size = f"{d['sm_count']} SMs, {d['memory'] / 2**30:.0f} GiB"
-        yield f"  cuda:{d['index']}  {d['name']}, compute capability {d['capability']}, {size}: {support}"
-    if info["device_problem"]:
-        yield f"  none: {info['device_problem']}"
-    if not any(d["sparse"] for d in info["devices"]):
-        yield "  TwELL runs here through its CPU operators: exact but not fast."
-    kernels = info["kernels"]
-    yield "\nPackaged kernels"
-    rows = {"library": kernels["library"]}
-    if kernels["usable"]:
-        built = f"CuTe DSL {kernels['dsl_version']} ({kernels['toolkit']})"
-        rows |= {
-            "kernels": f"{len(kernels['symbols'])} for {kernels['arch']}",
-            "built with": f"{built}, {fingerprint.TVM_FFI} {kernels['tvm_ffi_version']}",
-            "sources": kernels["source_hash"],
-            "loads": "yes" if kernels["loads"] else "no",
-        }
-    else:
-        rows["kernels"] = f"none in use: {'another' if kernels['present'] else 'no'} library is there"
-    yield from _fields(rows | {"libraries": ", ".join(kernels["packaged"]) or "none", "runtime": kernels["runtime"]})
-    yield from (f"  note: {problem}" for problem in kernels["problems"])
-    yield f"\nLaunches: {info['launches']}"
-    yield "\nCache of compiled kernels"
-    held = info["cache"]
-    if held["problem"]:
-        yield f"  not usable: {held['problem']}"
-    else:
-        size = f"{held['entries']} kernels, {held['bytes']:,} bytes; {held['current']} fit these versions"
-        yield from _fields({"folder": held["folder"], "holds": size})
-    yield '\nRates of "auto"'
-    for each in info["rates"]:
-        said = 'none, and "auto" is dense there until `twell tune` has measured it'
-        if each["measured_on"]:
-            said = f"{each['file'] or 'shipped'}, measured on {each['measured_on']}, {each['date'][:10]}"
-        yield f"  {each['gpu']}: {said}"
-        if each["problem"]:
-            yield f"  note: {each['problem']}"
-        if each["measured_on"] not in ("", each["gpu"]):
-            yield f"  note: these are of another GPU; `twell tune` measures {each['gpu']}"
-    if not info["rates"]:
-        yield '  none in use: "auto" is dense here'
-    yield "\nEnvironment, as in effect"
-    yield from _fields(info["environment"])
+def lines(facts: Any, indent: str = "") -> Iterator[str]:
+    """The facts as text: a line for each, and deeper ones below their name."""
+    if isinstance(facts, dict):
+        width = max(map(len, facts), default=0)
+        for name, value in facts.items():
+            if name == "symbols":
+                value = f"{len(value)} kernels"
+            if isinstance(value, (dict, list, tuple)) and value:
+                yield f"{indent}{name}"
+                yield from lines(value, f"{indent}  ")
+            else:
+                yield f"{indent}{name.ljust(width)}  {'none' if value in (None, '', [], ()) else value}"
+        return
+    for each in facts:
+        if isinstance(each, dict):
+            yield from lines(each, indent)
+        else:
+            yield f"{indent}{each}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

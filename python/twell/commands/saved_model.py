@@ -4,7 +4,6 @@ Shared by ``twell analyze`` and ``profiling.record``. Needs the extra ``hf``.
 """
 
 import argparse
-import itertools
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +19,11 @@ from twell.base.files import files_below
 from twell.base.text import counted
 from twell.commands.request import DEVICE_HELP, RequestError, at_least, pick_device
 from twell.integrations import layouts, sparsify
-from twell.runtime.log import logger
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
-# Characters of a file per call of the tokenizer, which bounds memory.
-_PIECE = 1 << 20
+# Characters of a file that are read for each token, which bounds memory.
+_CHARACTERS = 64
 
 # What commands with the option advise for a model whose activation makes no zeros.
 ACTIVATION_OPTION = "Here that is --activation relu"
@@ -130,7 +128,8 @@ def load(
     device = pick_device(arguments.device)
     # before the slow part
     for path in arguments.text:
-        _require_text(path)
+        if not path.is_dir():
+            _text(path, 1 << 12)
     try:
         from transformers import AutoTokenizer
 
@@ -259,9 +258,9 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
     sequences: list[list[int]] = [[]]
     missing: int = arguments.tokens
     files = 0
-    for path, within in _files(arguments.text):
+    for document in _documents(arguments.text, _CHARACTERS * arguments.tokens):
         before = missing
-        for token in itertools.chain.from_iterable(_ids(path, tokenizer, within)):
+        for token in tokenizer(document, verbose=False)["input_ids"]:
             if len(sequences[-1]) == length:
                 sequences.append([])
             first = [bos] if not sequences[-1] and bos not in (None, token) and missing > 1 else []
@@ -290,67 +289,38 @@ def _bos(tokenizer: Any) -> int | None:
     return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
-def _files(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
-    """Files of text, and whether they were found within a folder."""
+def _documents(paths: Sequence[Path], most: int) -> Iterator[str]:
+    """The texts of files, each of at most so many characters; files of a folder that are no text are left out."""
     for path in paths:
-        if path.is_dir():
-            files = list(files_below(path, ""))
-            # neighbours by name would be alike
-            random.Random(0).shuffle(files)
-            yield from ((file, True) for file in files if _is_text(file))
-        else:
-            _require_text(path)
-            yield path, False
+        if not path.is_dir():
+            yield _text(path, most)
+            continue
+        files = list(files_below(path, ""))
+        # neighbours by name would be alike
+        random.Random(0).shuffle(files)
+        for file in files:
+            try:
+                found = _text(file, most)
+            except RequestError:
+                continue
+            yield found
 
 
-def _require_text(path: Path) -> None:
-    """Raise RequestError if ``path`` is neither a folder nor a file of text."""
-    if path.is_dir():
-        return
-    if not path.is_file():
-        raise RequestError(f"--text: expected a text file or a folder, got {str(path)!r} (no such file)")
-    if not next(_pieces(path), "").strip():
-        raise RequestError(f"--text: expected UTF-8 text, got {str(path)!r} (it is blank)")
-
-
-def _is_text(path: Path) -> bool:
-    """Whether the file begins with UTF-8 text that is not blank."""
-    try:
-        return bool(next(_pieces(path), "").strip())
-    except RequestError:
-        return False
-
-
-def _pieces(path: Path) -> Iterator[str]:
-    """The pieces of a file. Raises RequestError at one that cannot be read or is not UTF-8 text."""
-    characters, found = 0, ""
+def _text(path: Path, most: int) -> str:
+    """The first characters of a file of UTF-8; RequestError if it cannot be read, is blank or is no text."""
     try:
         with path.open(encoding="utf-8") as file:
-            while piece := file.read(_PIECE):
-                if "\0" in piece:
-                    found = "a zero byte"
-                    break
-                yield piece
-                characters += len(piece)
+            text = file.read(most)
+        why = "a zero byte" if "\0" in text else "" if text.strip() else "it is blank"
+    except FileNotFoundError:
+        raise RequestError(f"--text: expected a text file or a folder, got {str(path)!r} (no such file)") from None
     except UnicodeDecodeError as error:
-        found = error.reason
+        why = error.reason
     except OSError as error:
-        found = str(error.strerror)
-    if found:
-        raise RequestError(
-            f"--text: expected UTF-8 text, got {str(path)!r} ({found} after {characters:,} characters or more)"
-        )
-
-
-def _ids(path: Path, tokenizer: Any, within: bool) -> Iterator[list[int]]:
-    """The tokens of a file by pieces. ``within`` a folder it ends where it is no longer text, and a warning says so."""
-    try:
-        for i, piece in enumerate(_pieces(path)):
-            yield tokenizer(piece, add_special_tokens=i == 0, verbose=False)["input_ids"]
-    except RequestError as error:
-        if not within:
-            raise
-        logger.warning("the rest of a file is left out: %s", error)
+        why = str(error.strerror)
+    if why:
+        raise RequestError(f"--text: expected UTF-8 text, got {str(path)!r} ({why})")
+    return text
 
 
 def batches(

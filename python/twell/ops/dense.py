@@ -13,7 +13,8 @@ from torch import Tensor
 
 from twell.base.activation import Activation
 from twell.choose import rates, tuning
-from twell.choose.site import Measurement, tokens_of
+from twell.choose.measurement import Measurement
+from twell.choose.site import tokens_of
 from twell.ops import screened
 from twell.ops.calls import Run
 from twell.ops.library import no_view

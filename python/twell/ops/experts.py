@@ -30,7 +30,7 @@ from torch import Tensor
 from twell.base.activation import Activation, activation_of
 from twell.base.arguments import require_choice
 from twell.choose import tuning
-from twell.ops import decode, e4m3, float8, hybrid
+from twell.ops import decode, e4m3, float8, hybrid_cpu
 from twell.ops.float8 import E4M3, NO_BIASES, Float8
 from twell.ops.gate_pack import gate_on_cpu
 from twell.ops.library import ACTIVATION, check, check_matrix, check_rank, register, rows, transpose
@@ -159,12 +159,12 @@ def _sums(given: Experts, activation: Activation, rounds: bool) -> Tensor:
 
     def add(tokens: Tensor, first: Tensor, second: Tensor | None, down: Tensor, weight: Tensor) -> None:
         gate = gate_on_cpu(x[tokens], first, None, Activation("fatrelu", activation.threshold)).float()
-        up = None if second is None else hybrid.project(x[tokens], second, None)
+        up = None if second is None else hybrid_cpu.project(x[tokens], second, None)
         hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0) * weight[:, None]
         if rounds:
             # one pass has no h where the gate is zero, whatever the weight
-            hidden = hybrid.rounded(hidden.masked_fill(gate == 0, 0), x.dtype)
-        y.index_add_(0, tokens, hybrid.project(hidden, down.t(), None))
+            hidden = hybrid_cpu.rounded(hidden.masked_fill(gate == 0, 0), x.dtype)
+        y.index_add_(0, tokens, hybrid_cpu.project(hidden, down.t(), None))
 
     if shared_up is not None:
         every = torch.arange(len(x), device="cpu")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from twell.base.activation import activation_of
-from twell.ops import hybrid
+from twell.ops import hybrid, hybrid_cpu
 from twell.ops.hybrid import Backward
 from twell.ops.library import ACTIVATION, Implementation, check, check_matrix, flat, has_rows, laid, register, rows
 from twell.ops.operands import Gradients, Layer, Mains, Views, run
@@ -128,7 +128,7 @@ def by_slices(implementation: Callable[..., None], given: Backward, gradients: G
 
 
 def _cpu(given: Backward, gradients: Gradients, first: int) -> None:
-    hybrid.backward_cpu(given, gradients, False)
+    hybrid_cpu.backward_cpu(given, gradients, False)
 
 
 @_filling
@@ -142,7 +142,7 @@ def _cuda(given: Backward, gradients: Gradients, first: int) -> None:
 
 @_adding
 def _add_on_cpu(given: Backward, mains: Mains, gradients: Gradients) -> None:
-    by_slices(hybrid.backward_cpu, given, gradients._replace(**mains._asdict()), True)
+    by_slices(hybrid_cpu.backward_cpu, given, gradients._replace(**mains._asdict()), True)
 
 
 @_adding

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, activation_of
 from twell.choose import tuning
-from twell.ops import hybrid, screened
+from twell.ops import hybrid, hybrid_cpu, screened
 from twell.ops.gate_pack import pack
 from twell.ops.library import (
     ABSENT,
@@ -115,14 +115,14 @@ def _cpu(layer: Layer, compression: int, held: int, activation: Activation, scre
     layer, activation = opened(layer, activation)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down, given = layer.unscaled
     hybrid.require_offsets(y.shape[0], w_down.shape[0])
-    made = hybrid.project(x, w_gate, b_gate).to(y.dtype) if given is None else given
+    made = hybrid_cpu.project(x, w_gate, b_gate).to(y.dtype) if given is None else given
     gate = activation.after(made, inplace=given is None)
-    up = None if w_up is None else hybrid.project(x, w_up, b_up)
+    up = None if w_up is None else hybrid_cpu.project(x, w_up, b_up)
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
     nonzeros.copy_((gate != 0).sum())
-    y.copy_(hybrid.project(hidden.to(y.dtype), w_down.t(), b_down))
-    hybrid.encode(gate, None if up is None else up.to(y.dtype), kept)
+    y.copy_(hybrid_cpu.project(hidden.to(y.dtype), w_down.t(), b_down))
+    hybrid_cpu.encode(gate, None if up is None else up.to(y.dtype), kept)
     return y, l1, nonzeros, kept
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, threshold_pair
 from twell.choose import tuning
-from twell.choose.site import Measurement, beside_captures
+from twell.choose.measurement import Measurement, beside_captures
 from twell.ops import reference, union
 from twell.ops.library import Shape, bias_view, laid_bias, on_device, rows
 from twell.ops.operands import Layer, Views, opened, run

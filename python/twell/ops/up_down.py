@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twell.base.activation import Activation
 from twell.choose import tuning
-from twell.ops import hybrid
+from twell.ops import hybrid_cpu
 from twell.ops.library import bias_view, down_rows
 from twell.ops.operands import Scaled, launched
 from twell.runtime import geometry
@@ -35,9 +35,9 @@ def behind_on_cpu(
 
     rounded: whether h is, as "union" does.
     """
-    up = None if x is None or w_up is None else hybrid.project(x, w_up, b_up)
+    up = None if x is None or w_up is None else hybrid_cpu.project(x, w_up, b_up)
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
-    y = hybrid.project(hidden.to(gate.dtype) if rounded else hidden, w_down.t(), b_down)
+    y = hybrid_cpu.project(hidden.to(gate.dtype) if rounded else hidden, w_down.t(), b_down)
     fires = F.pad(gate != 0, (0, 0, 0, -len(gate) % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, gate.shape[1])
     counts = fires.sum(2).view(-1, geometry.STATS_ROWS).sum(1)
     return y.to(gate.dtype), hidden.abs().sum(1), counts.view(-1, 1, 1), fires.any(1).sum(1)

@@ -32,7 +32,7 @@ def load(spec: specs.Spec, arch: str = built_from.ARCH) -> packaged.Kernel:
     """Load the kernel of ``spec`` for ``arch`` from the user cache; compile it into the cache first if needed.
 
     If the folder cannot be used, log a warning and compile for this process alone. Raises RuntimeError if an entry
-    cannot be loaded, and if the kernel must be compiled and cannot be, or may not be (``TWELL_JIT=off``).
+    cannot be loaded, and if the kernel must be compiled and cannot be.
     """
     try:
         entry = _entry(open_folder(fingerprint(arch)), spec, arch)
@@ -119,11 +119,6 @@ def _is_whole(entry: Path) -> bool:
 
 def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:
     """Compile ``spec`` into a library in ``folder``."""
-    if not env.jit():
-        raise RuntimeError(
-            f"kernel {spec} is neither packaged nor cached, and TWELL_JIT=off forbids compiling it; "
-            'allow it once with TWELL_JIT=auto, or use strategy="dense"' + _more(arch)
-        )
     start = time.perf_counter()
     try:
         compile_object = kernel_module("compile").compile_object

@@ -1,7 +1,6 @@
 """The environment variables of twell, all read here. Tuning is arguments, never environment.
 
 =================  =========  ==================================================================================
-TWELL_JIT          auto, off  whether a kernel that is neither packaged nor cached may be compiled when called
 TWELL_CACHE_DIR    a folder   where compiled kernels are kept; default ``$XDG_CACHE_HOME/twell`` or ``~/.cache/twell``
 TWELL_LOG          a level    debug, info, warning, error or critical: log to stderr from that level on
 TWELL_VLLM         auto, off  whether vLLM serves ReLU models through twell; read when vLLM loads its plug-ins
@@ -21,11 +20,6 @@ def _choice(name: str, choices: tuple[str, ...], default: str) -> str:
     if value.lower() not in choices:
         raise ValueError(f"environment variable {name} must be one of {', '.join(choices)}, got {value!r}")
     return value.lower()
-
-
-def jit() -> bool:
-    """Whether kernels may be compiled on demand (``TWELL_JIT``)."""
-    return _choice("TWELL_JIT", ("auto", "off"), "auto") == "auto"
 
 
 def cache_dir() -> Path:

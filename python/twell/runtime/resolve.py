@@ -21,8 +21,8 @@ def resolve(spec: specs.Spec, arch: str = fingerprint.ARCH) -> packaged.Kernel:
     """The compiled function of ``spec`` for ``arch``: it takes torch tensors of one device, and runs on torch's current
     stream.
 
-    Raises RuntimeError, naming the spec, if there is no compiler, ``TWELL_JIT=off`` forbids compiling, or a CUDA graph
-    is being captured on the current stream.
+    Raises RuntimeError, naming the spec, if there is no compiler, or a CUDA graph is being captured on the
+    current stream.
     """
     key = arch, spec
     kernel = _kernels.get(key)

@@ -1,0 +1,119 @@
+"""Figures on their way from a call that measures to its ``AutoStrategy``: sums on the device, copied without a wait."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from twell.choose import rates
+from twell.runtime import device, geometry
+
+if TYPE_CHECKING:
+    from twell.choose.site import AutoStrategy
+
+
+class Transfer:
+    """A few integers on their way from a GPU to the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        # torch keeps and reuses such memory
+        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
+        self._host.copy_(values, non_blocking=True)
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(values.device))
+
+    def arrived(self) -> bool:
+        """Whether ``read`` may be called; does not wait."""
+        with device.relaxed_capture():
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[int]:
+        """The values, after they have arrived."""
+        values: list[int] = self._host.tolist()
+        return values
+
+
+def beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
+    """A context in which a measurement may allocate while another thread captures a graph."""
+    return device.relaxed_capture() if tensor.is_cuda else nullcontext()
+
+
+class Measurement(NamedTuple):
+    """A call whose figures the site wants.
+
+    screen: whether it wants the candidates of the int8 screen, too.
+    """
+
+    site: AutoStrategy
+    problem: rates.Problem
+    call: int
+    screen: bool = False
+
+    @torch.no_grad()
+    def dense(self, gate: Tensor, threshold: float = 0.0, candidates: Tensor | None = None) -> None:
+        """Leave the figures of a dense gate [..., N], before or after its activation: what is above ``threshold``."""
+        with beside_captures(gate):
+            m, n = self.problem.m, self.problem.n
+            silent, whole = gate.reshape(-1, n) <= threshold, m // geometry.TOKEN_TILE
+            tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, n)
+            nonzeros = F.pad(n - silent.sum(1), (0, -m % rates.HEAVY_GROUP))
+            groups = nonzeros.view(-1, rates.HEAVY_GROUP).sum(1)
+            self.counts(groups.sum(), n - tiles.all(1).sum(1), heaviest=groups.amax(), candidates=candidates)
+
+    @torch.no_grad()
+    def counts(
+        self,
+        nonzeros: Tensor,
+        unions: Tensor | None,
+        most: int | None = None,
+        heaviest: Tensor | None = None,
+        candidates: Tensor | None = None,
+    ) -> None:
+        """Leave the number of non-zeros (0-d) and, if known, the union of each tile: the neurons its 128 tokens fire.
+
+        With more than ``most`` non-zeros the unions are not used. ``heaviest``, 0-d, is the number of non-zeros of the
+        8 consecutive tokens that have the most. ``candidates`` is how many neurons the screen lists for each tile.
+        """
+        whole = self.problem.m // geometry.TOKEN_TILE
+        with beside_captures(nonzeros):
+            values = {"nonzeros": nonzeros.long()}
+            if unions is not None and whole:
+                # a partial tile has a smaller union
+                values["unions"] = unions[:whole].sum()
+            if candidates is not None and whole:
+                values["candidates"] = candidates[:whole].sum()
+            if heaviest is not None:
+                values["heaviest"] = heaviest.long()
+            transfer = Transfer(torch.stack(tuple(values.values())))
+        self.site.expect(self.problem, self.call, transfer, most, tuple(values))
+
+
+class Expected(NamedTuple):
+    """The counts of a call, still on their way."""
+
+    problem: rates.Problem
+    call: int
+    transfer: Transfer
+    most: int | None
+    names: tuple[str, ...]
+
+    def figures(self) -> rates.Figures:
+        """The figures, after they have arrived."""
+        m, n = self.problem.m, self.problem.n
+        values = dict(zip(self.names, self.transfer.read()))
+        nonzeros, unions, heaviest = values["nonzeros"], values.get("unions"), values.get("heaviest")
+        neurons = m // geometry.TOKEN_TILE * n
+        if unions is None or (self.most is not None and nonzeros > self.most):
+            union = None
+        else:
+            union = unions / neurons
+        return rates.Figures(
+            nonzeros / m,
+            union,
+            None if heaviest is None else heaviest / min(m, rates.HEAVY_GROUP),
+            values["candidates"] / neurons if "candidates" in values else None,
+        )
