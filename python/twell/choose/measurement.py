@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from twell.choose import rates
 from twell.runtime import device, geometry
-
-if TYPE_CHECKING:
-    from twell.choose.site import AutoStrategy
 
 
 class Transfer:
@@ -45,10 +42,10 @@ def beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
 class Measurement(NamedTuple):
     """A call whose figures the site wants.
 
-    screen: whether it wants the candidates of the int8 screen, too.
+    site: the ``AutoStrategy``. screen: whether it wants the candidates of the int8 screen, too.
     """
 
-    site: AutoStrategy
+    site: Any
     problem: rates.Problem
     call: int
     screen: bool = False
