@@ -20,14 +20,15 @@ from twell.base.arguments import (
 )
 from twell.call import functional
 from twell.call.choice import Selection, hidden_of
-from twell.call.execution import Aux, Extra, per_token
+from twell.call.execution import Aux, Extra
 from twell.call.functional import Strategy
 from twell.choose import cards
 from twell.choose.explanation import Choice
 from twell.choose.plan import Facts, Route, plan, routed
-from twell.choose.site import AutoStrategy, Screen, tokens_of
+from twell.choose.site import AutoStrategy, tokens_of
 from twell.nn import down_layout
 from twell.nn.float8 import moving
+from twell.nn.settings import Configured
 from twell.ops import hybrid
 from twell.ops.calls import How
 from twell.ops.operands import Layer
@@ -168,14 +169,7 @@ class SparseAutoencoder(nn.Module):
         routed(Facts(strategy="auto" if isinstance(value, AutoStrategy) else value))
         self._strategy = value
 
-    @property
-    def screen(self) -> Screen:
-        """``AutoStrategy.screen`` of ``strategy`` if that is one, else of the module's own."""
-        return self._site().screen
-
-    @screen.setter
-    def screen(self, value: Screen) -> None:
-        self._site().screen = value
+    screen = Configured.screen
 
     def _site(self) -> AutoStrategy:
         """The ``AutoStrategy`` that chooses if nothing is named."""
@@ -219,9 +213,8 @@ class SparseAutoencoder(nn.Module):
             if self._strategy != "dense" and not modes.compiling():
                 say = warn_once if x.is_cuda else info_once
                 say(f"a SparseAutoencoder runs dense: {why}")
-            y, aux = self._dense(centred, fired, least)
-        else:
-            y, aux = self._sparse(centred, fired, least)
+        site = "dense" if why else self._site() if self._strategy == "auto" else self._strategy
+        y, aux = self._run(centred, site, fired, least)
         if fired is not None:
             self._note(fired, tokens_of(x), least)
         if self.W_skip is not None:
@@ -233,7 +226,14 @@ class SparseAutoencoder(nn.Module):
 
         Always by PyTorch's operators; moves and counts nothing.
         """
-        return self._codes(self._centred(x))[0]
+        pre = F.linear(self._centred(x), self.W_enc.t(), self.b_enc)
+        if self.activation == "jumprelu":
+            return hidden_of(pre, Selection(self._level(), self.bandwidth))[0]
+        if self.activation == "batchtopk" and self.training:
+            return hidden_of(pre, Selection(most=int((self.k or 0) * tokens_of(pre))))[0]
+        if self.activation == "batchtopk":
+            return torch.where(pre <= self._level().to(pre.dtype), 0, pre)
+        return largest_of_each(pre.relu(), int(self.k or 0)) if self.activation == "topk" else pre.relu()
 
     def decode(self, codes: Tensor) -> Tensor:
         """``codes W_dec + b_dec`` [..., d_in] of dense codes [..., d_sae]. Skips nothing."""
@@ -260,34 +260,13 @@ class SparseAutoencoder(nn.Module):
         if self.activation == "batchtopk":
             return self.threshold.expand(self.d_sae)
         # a clamp would take the gradient of those below 0, which could not rise again
-        return torch.where(self.threshold < 0, self.threshold - self.threshold.detach(), self.threshold)
+        level = torch.where(self.threshold < 0, self.threshold - self.threshold.detach(), self.threshold)
+        # an infinite one never fires
+        kinds = level.dtype, modes.product_dtype(self.W_enc.dtype, level.device.type)
+        return level.clamp(max=min(torch.finfo(each).max for each in kinds))
 
-    def _codes(self, centred: Tensor, least: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The codes, dense, and the number of those that fire, 0-d; ``least``: see ``Selection``."""
-        pre = F.linear(centred, self.W_enc.t(), self.b_enc)
-        if self.activation == "jumprelu":
-            return hidden_of(pre, Selection(self._level(), self.bandwidth))
-        if self.activation == "batchtopk" and self.training:
-            return hidden_of(pre, Selection(most=int((self.k or 0) * tokens_of(pre)), least=least))
-        if self.activation == "batchtopk":
-            codes = torch.where(pre <= self._level().to(pre.dtype), 0, pre)
-        else:
-            codes = pre.relu()
-            if self.activation == "topk":
-                codes = largest_of_each(codes, int(self.k or 0))
-        return codes, (codes != 0).sum().float()
-
-    def _dense(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
-        """The result by PyTorch's operators; who fires is added to ``fired``; ``least``: see ``Selection``."""
-        codes, count = self._codes(centred, least)
-        if fired is not None:
-            fired.add_((codes.detach() != 0).reshape(-1, self.d_sae).sum(0))
-        l1 = codes.abs().sum(dtype=torch.promote_types(codes.dtype, torch.float32))
-        return self.decode(codes), per_token(l1, count, tokens_of(centred))
-
-    def _sparse(self, centred: Tensor, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
-        """The same by ``twell.sparse_ffn``."""
-        site = self._site() if self._strategy == "auto" else self._strategy
+    def _run(self, centred: Tensor, site: Any, fired: Tensor | None, least: Tensor | None) -> tuple[Tensor, Aux]:
+        """The result by ``twell.sparse_ffn``; who fires is added to ``fired``; ``least``: see ``Selection``."""
         weights = self.W_enc.t(), self.W_dec.t()
         if self.activation == "batchtopk" and self.training:
             layer = Layer(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)

@@ -126,22 +126,6 @@ class Deferred:
         plain = self._x.dtype if self._up._casts else self._weight.dtype
         return modes.product_dtype(plain, self._weight.device.type)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensor."""
-        return self._x.device  # type: ignore[no-any-return]
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the tensor."""
-        return torch.Size((*self._x.shape[:-1], self._weight.shape[0]))
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a tensor; still deferred where nothing changes."""
-        moved = torch.empty(0, dtype=self.dtype, device=self.device).to(*args, **kwargs)
-        same = (moved.dtype, moved.device) == (self.dtype, self.device)
-        return self if same and self._made is None else self.value("to").to(*args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
