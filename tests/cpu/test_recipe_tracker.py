@@ -131,6 +131,18 @@ def test_figures_are_of_the_last_observed_step() -> None:
     assert not any(mask.any() for mask in never.dead().values())
 
 
+def test_a_step_that_fails_counts_nothing() -> None:
+    model, (x, other) = Model(), inputs(2)
+    tracker = SparsityTracker(model)
+    with pytest.raises(RuntimeError, match="shape"), tracker.watch(0):
+        # past the first block
+        nn.Sequential(model.blocks[0], nn.Linear(1, 1))(other)
+    with tracker.watch(0):
+        model(x)
+    row = tracker.read().layers[0]
+    assert row.l0 == pytest.approx(float((plain_pass(model, x)[1][0] != 0).sum(-1).double().mean()))
+
+
 def test_only_what_is_watched_counts() -> None:
     model, (x, other) = Model(), inputs(2)
     model.reentrant = False

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from twell import recipe
@@ -485,11 +486,14 @@ def test_an_encoder_decoder_has_no_mask_of_all_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moving", [False, True])
 def test_a_target_goes_on_from_a_checkpoint(tmp_path: Path, moving: bool) -> None:
+    # five steps an epoch, the last one with fewer micro-batches, which Trainer itself resumed wrongly before
+    count = 18 if int(transformers.__version__.split(".")[0]) >= 5 else 20
     common: dict[str, Any] = {"max_steps": 6, "learning_rate": 0.05, "save_strategy": "steps", "save_steps": 3}
+    common |= {"gradient_accumulation_steps": 2}
 
     def train(own: SparsityCallback, folder: Path = tmp_path, resume: bool = True) -> tuple[list[Tensor], Any]:
         model = llama()
-        data = sequences(16, masked=True)
+        data = sequences(count, masked=True)
         trainer = Trainer(model, arguments(folder, **common), train_dataset=data, callbacks=[own])
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3") if resume else None)
         return weights(model), model.model.layers[0].mlp.threshold
