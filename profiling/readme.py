@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from profiling import everything, figures, measurements, reference
+from profiling import figures, measurements, reference
 from profiling.tables import RESULTS, Row, bold, by_case, good, gpu_of, machine, markdown, pivot, result
 from twell.base import files
 from twell.base.text import as_percent
@@ -295,19 +295,9 @@ def fill(text: str) -> str:
     return PLACE.sub(table, text)
 
 
-def of_other_kernels() -> str:
-    """One line that names results of other kernels than those of the sources; empty if there are none."""
-    now, others = everything.present(), dict[str, list[str]]()
-    for path in sorted(RESULTS.glob("*.json")):
-        if (found := everything.named(path, "kernels")) and found != now:
-            others.setdefault(found, []).append(path.stem)
-    named = "; ".join(f"{hash_} {', '.join(names)}" for hash_, names in others.items())
-    return f"note: results of other kernels than the sources, which are {now}: {named}" if named else ""
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    said = "change nothing; exit with 1 if a page is out of date, and name results of other kernels"
+    said = "change nothing; exit with 1 if a page is out of date"
     parser.add_argument("--check", action="store_true", help=said)
     check, wrong = parser.parse_args().check, []
     for path in PAGES:
@@ -321,8 +311,6 @@ def main() -> int:
             wrong.append(name)
         elif made != text:
             files.write_text(path, made)
-    if check and (note := of_other_kernels()):
-        print(note)
     if wrong:
         print(f"{', '.join(wrong)} and profiling/results/ differ: python -m profiling.readme", file=sys.stderr)
     return int(bool(wrong))

@@ -24,7 +24,6 @@ def test_held_out_points_are_measured(
     monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
     out = tmp_path / "out.json"
     assert held_out.main(["--out", str(out), "--seconds", "0"]) == 0
-    printed = capsys.readouterr().out
     data = json.loads(out.read_text())
     assert data["complete"]
     gated, training = data["rows"]
@@ -35,6 +34,5 @@ def test_held_out_points_are_measured(
         times = [value for name, value in row.items() if name.endswith("_ms")]
         assert row["loss"] == row[f"{row['auto']}_ms"] / min(times) - 1
         assert row["nonzeros"] == pytest.approx(9, rel=0.3)
-    assert f"forward above 32 tokens: 1 points, mean {gated['loss']:.2%}, most {gated['loss']:.1%}\n" in printed
     assert held_out.main(["--budget-s", "0"]) == 0
     assert "out of time: 0 of 2 points" in capsys.readouterr().out

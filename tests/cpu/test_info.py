@@ -117,7 +117,6 @@ def test_says_what_launches_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     library = folder / host.LIBRARY
     assert info.collect()["launches"].startswith("Python (no libtwell_host.so: `pip install .` or")
     library.write_bytes(host_library.read_bytes())
-    packaged.require_whole.cache_clear()
     assert info.collect()["launches"] == "C (libtwell_host.so)"
     monkeypatch.setenv("TWELL_DEBUG", "yes")
     assert info.collect()["launches"].startswith("invalid: environment variable TWELL_DEBUG must be one of")

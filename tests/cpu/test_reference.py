@@ -5,7 +5,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 import twell
-from twell import ops, testing
+from twell import ops
+from twell.base.activation import largest_of_each
 from twell.ops import reference
 from twell.runtime import geometry
 
@@ -69,19 +70,20 @@ def test_thresholds_by_neuron_by_hand() -> None:
     x, w = gate_problem(torch.tensor([[2.0, 2.0, 3.0, -1.0, 0.0, 5.0, 5.0, 1.0]]))
     level = torch.tensor([1.0, 2.0, 2.999, 0, 0, 6, 4.999, 0])
     # 2.999 and 4.999 are 3 and 5 in bfloat16
-    assert reference.gate(x, w, None, level).tolist() == [[2, 0, 0, 0, 0, 0, 0, 1]]
     words, _, stats = ops.gate_pack(x, w, torch.cat([torch.zeros(8), level]).to(BF16), 8)
     assert (words[0, :3] & 0xFFFF).tolist() == [2, 0, 7]
     assert stats.tolist() == [[[2, 0]]]
-    bias = torch.tensor([0, 1, 0, 1, 0, 2, 0, 0], dtype=BF16)
-    assert reference.gate(x, w, bias, level).tolist() == [[2, 3, 0, 0, 0, 7, 0, 1]]
+    bias = torch.tensor([0, 1, 0, 1, 0, 2, 0, 0])
+    words, _, _ = ops.gate_pack(x, w, torch.cat([bias, level]).to(BF16), 8)
+    assert (words[0, :5] & 0xFFFF).tolist() == [4, 0, 1, 5, 7]
 
 
 def test_largest_by_hand() -> None:
     x, w = gate_problem(torch.tensor([[3.0, 1, 3, 3, 0, -1, 2, 3], [-1.0, 4, 0, -3, 0, 0, 0, 0]]))
     # of equal gates those of the first neurons, and only positive ones
-    assert reference.gate(x, w, None, k=3).tolist() == [[3, 0, 3, 3, 0, 0, 0, 0], [0, 4, 0, 0, 0, 0, 0, 0]]
-    assert reference.gate(x, w, None, k=9).tolist() == [[3, 1, 3, 3, 0, 0, 2, 3], [0, 4, 0, 0, 0, 0, 0, 0]]
+    for k, first in ((3, [3, 0, 3, 3, 0, 0, 0, 0]), (9, [3, 1, 3, 3, 0, 0, 2, 3])):
+        for largest in (reference.largest, largest_of_each):
+            assert largest((x @ w.t()).relu(), k).tolist() == [first, [0, 4, 0, 0, 0, 0, 0, 0]]
     three, four = (int(torch.tensor(value, dtype=BF16).view(torch.int16)) for value in (3.0, 4.0))
     gates = x @ w.t()
     assert reference.top_k(gates, 1).tolist() == [[three, 0], [four, 1]]
@@ -94,23 +96,11 @@ def test_largest_by_hand() -> None:
 def test_window_by_hand() -> None:
     gate = torch.tensor([[3.0, 1, torch.nan, -2], [2.0, 2, torch.inf, 0], [4.0, -1, -torch.inf, -1]])
     level, below, above = torch.tensor([2.0, 1, 0, 0]), torch.tensor([1.0, 0, -9, -2]), torch.tensor([4.0, 2, 9, 1])
-    near, counts, kept = reference.window(gate, level, below, above)
+    kept = gate.to(BF16)
+    near, counts = ops.window(kept, *(t.to(BF16) for t in (level, below, above)))
     assert near.tolist() == [[1, 1, 0, 0], [1, 0, 0, 1], [0, 0, 0, 1]]
     assert counts.tolist() == [[2, 1, 0, 2], [1, 0, 0, 0], [2, 1, 2, 0]]
     assert kept.nan_to_num(nan=7).tolist() == [[3, 0, 7, 0], [0, 2, torch.finfo(torch.float32).max, 0], [4, 0, 0, 0]]
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_window_equals_the_reference(dtype: torch.dtype) -> None:
-    """On bounds and between them; in place."""
-    gate = (torch.randint(-9, 10, (40, 24)) / 4).to(dtype)
-    gate[0, 3], gate[1, 4], gate[2, 5], gate[3] = torch.nan, torch.inf, -torch.inf, -0.0
-    level = (torch.arange(24) % 5 / 4).to(dtype)
-    given = level, level - 1.25, level + 0.75
-    near, counts, kept = reference.window(gate, *given)
-    for actual, expected in zip(ops.window(gate, *given), (near, counts), strict=True):
-        testing.assert_same(actual, expected)
-    testing.assert_same(gate, kept)
 
 
 def integers() -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Definitions of gates, of the choice among them and of the screen, in few lines: slow, obvious, for tests and readers.
+"""Definitions of the choice among gates and of the screen, in few lines: slow, obvious, for tests and readers.
 
 Tokens are [M, K], weights [N, K], bfloat16 or float16, without gradients. Layers have float64 answers instead, in
 ``twell.testing``.
@@ -10,20 +10,6 @@ import torch
 from torch import Tensor
 
 from twell.runtime import screen
-
-
-def gate(
-    x: Tensor, w_gate: Tensor, bias: Tensor | None, threshold: float | Tensor = 0.0, k: int | None = None
-) -> Tensor:
-    """relu(x @ w_gate^T + bias) [M, N], accumulated in fp32, rounded once to x's dtype. NaN stays NaN.
-
-    Values up to ``threshold``, a number or one for each neuron [N], rounded to x's dtype, are 0. With ``k`` all but the
-    k largest of each token are.
-    """
-    accumulator = x.float() @ w_gate.float().t()
-    values = (accumulator if bias is None else accumulator + bias.float()).to(x.dtype)
-    values = torch.where(values <= torch.as_tensor(threshold, dtype=x.dtype, device=x.device), 0, values)
-    return values if k is None else largest(values, k)
 
 
 def ranked(row: Tensor) -> list[int]:
@@ -55,24 +41,6 @@ def top_k(dense: Tensor, k: int) -> Tensor:
         levels[row, 0] = 0x7FFF if dense[row, at].isnan() else int(dense[row, at].view(torch.int16))
         levels[row, 1] = at
     return levels
-
-
-def window(gate: Tensor, level: Tensor, below: Tensor, above: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """near uint8 [M, N], counts int32 [3, N] and the gates [M, N] above the level, of bounds of neurons [N].
-
-    near is 1 between the bounds. Counts are of gates that are near, near and above the level, above the level.
-    """
-    near, kept = torch.zeros_like(gate, dtype=torch.uint8), gate.clone()
-    counts = torch.zeros(3, gate.shape[1], dtype=torch.int32, device=gate.device)
-    for row in range(len(gate)):
-        for neuron, value in enumerate(gate[row].tolist()):
-            inside = float(below[neuron]) < value < float(above[neuron])
-            silent = value <= float(level[neuron])
-            near[row, neuron] = inside
-            counts[:, neuron] += torch.tensor([inside, inside and not silent, not silent], device=gate.device)
-            if silent:
-                kept[row, neuron] = 0
-    return near, counts, kept
 
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]

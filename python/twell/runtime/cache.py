@@ -2,7 +2,7 @@
 
 The fingerprint covers the kernel sources, the DSL, tvm-ffi, the toolkit and the architecture. Only the user can write
 there (mode 0700, checked). A build holds a file lock and ends in a rename, so other processes wait for it and see all
-of it or nothing. An entry that is cut short is built again.
+of it or nothing.
 """
 
 import fcntl
@@ -31,20 +31,17 @@ class UnsafeCacheError(RuntimeError):
 def load(spec: specs.Spec, arch: str = built_from.ARCH) -> packaged.Kernel:
     """Load the kernel of ``spec`` for ``arch`` from the user cache; compile it into the cache first if needed.
 
-    If the folder cannot be used, log a warning and compile for this process alone. Raises RuntimeError if an entry
-    cannot be loaded, and if the kernel must be compiled and cannot be.
+    Raises RuntimeError if the folder cannot be used, if an entry cannot be loaded, and if the kernel must be compiled
+    and cannot be.
     """
     try:
         entry = _entry(open_folder(fingerprint(arch)), spec, arch)
     except (OSError, UnsafeCacheError) as error:
-        logger.warning("kernel cache not used: %s", error)
-    else:
-        return packaged.load(entry, spec.symbol)
-    try:
-        with tempfile.TemporaryDirectory(prefix="twell-") as private:
-            return packaged.load(_build(spec, Path(private), arch), spec.symbol)
-    except OSError as error:
-        raise RuntimeError(f"kernel {spec} cannot be compiled, no folder can hold it: {error}") from error
+        instead = "TWELL_CACHE_DIR can name another folder"
+        raise RuntimeError(
+            f"kernel {spec} is not packaged, and the cache cannot hold it: {error}; {instead}"
+        ) from error
+    return packaged.load(entry, spec.symbol)
 
 
 @functools.cache
@@ -93,28 +90,18 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def _entry(folder: Path, spec: specs.Spec, arch: str) -> Path:
-    """The entry of ``spec``; built if there is none that is whole."""
+    """The entry of ``spec``, built if there is none."""
     entry = folder / f"{spec.symbol}.so"
-    if _is_whole(entry):
+    if entry.exists():
         return entry
     with lock(folder / f"{spec.symbol}.lock"):
         # another process may have built it meanwhile
-        if not _is_whole(entry):
-            if entry.exists():
-                logger.warning("kernel cache entry %s is cut short, and is built again", entry)
+        if not entry.exists():
             with tempfile.TemporaryDirectory(prefix="twell-") as scratch:
                 built, partial = _build(spec, Path(scratch), arch), folder / f".{spec.symbol}"
                 shutil.copyfile(built, partial)
             os.replace(partial, entry)
     return entry
-
-
-def _is_whole(entry: Path) -> bool:
-    try:
-        packaged.require_whole(entry)
-    except OSError:
-        return False
-    return True
 
 
 def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:
