@@ -96,11 +96,12 @@ def test_largest_by_hand() -> None:
 def test_window_by_hand() -> None:
     gate = torch.tensor([[3.0, 1, torch.nan, -2], [2.0, 2, torch.inf, 0], [4.0, -1, -torch.inf, -1]])
     level, below, above = torch.tensor([2.0, 1, 0, 0]), torch.tensor([1.0, 0, -9, -2]), torch.tensor([4.0, 2, 9, 1])
-    kept = gate.to(BF16)
-    near, counts = ops.window(kept, *(t.to(BF16) for t in (level, below, above)))
+    kept, *bounds = (torch.cat([t, t], -1).to(BF16) for t in (gate, level, below, above))
+    near, counts = (t[..., :4] for t in ops.window(kept, *bounds))
     assert near.tolist() == [[1, 1, 0, 0], [1, 0, 0, 1], [0, 0, 0, 1]]
     assert counts.tolist() == [[2, 1, 0, 2], [1, 0, 0, 0], [2, 1, 2, 0]]
-    assert kept.nan_to_num(nan=7).tolist() == [[3, 0, 7, 0], [0, 2, torch.finfo(torch.float32).max, 0], [4, 0, 0, 0]]
+    kept = kept[:, :4].nan_to_num(nan=7)
+    assert kept.tolist() == [[3, 0, 7, 0], [0, 2, torch.finfo(BF16).max, 0], [4, 0, 0, 0]]
 
 
 def integers() -> tuple[torch.Tensor, torch.Tensor]:
