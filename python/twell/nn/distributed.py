@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils import _pytree as pytree
 
 from twell.base.arguments import require, require_flag
@@ -30,13 +30,8 @@ from twell.call.execution import Aux
 from twell.nn import down_layout
 from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.ops.library import no_view
-from twell.runtime.log import logger
 
 __all__ = ["SparseMLPParallel", "tensor_parallel_plan"]
-
-# HF models whose attention takes the number of heads from its projections, not its configuration.
-_BY_HEAD_DIM = ("llama", "mistral", "qwen2")
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class SparseMLPParallel(ParallelStyle):
@@ -139,18 +134,14 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """The plan for ``parallelize_module(model, mesh, plan)`` of a model with layers of ``twell.nn``.
 
     - Every layer of ``twell.nn``: ``SparseMLPParallel()``.
-    - Attention of the HF models Llama, Mistral and Qwen2: heads are divided, so the numbers of query and of key heads
-      must be multiples of the number of ranks. Attention of other models is not divided.
-    - The output projection that the model's ``get_output_embeddings`` names: the vocabulary is divided, unless the
-      weight is that of another module, too.
     - All other modules with parameters and without children are whole on all ranks and compute the same there. Their
       parameters become DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture; shared ones stay
-      shared. Those of a module with children, of ``nn.MultiheadAttention`` and of ``nn.RNNBase`` stay plain tensors,
-      and a warning names them.
+      shared. Those of a module with children, of ``nn.MultiheadAttention`` and of ``nn.RNNBase`` stay plain tensors.
 
     The model takes and returns plain tensors, the same on all ranks. The plan is a dictionary of torch's styles, whose
-    entries may be replaced: ``plan["lm_head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)``
-    leaves logits divided, for ``torch.distributed.tensor.parallel.loss_parallel``.
+    entries may be replaced: ``plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())`` divides a vocabulary
+    whose weight no other module has, and ``ColwiseParallel()`` of ``q_proj``, ``k_proj`` and ``v_proj`` with
+    ``RowwiseParallel()`` of ``o_proj`` the heads of Llama, Mistral and Qwen2.
 
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
     positions by the length of their input. Dropout needs the same seed on all ranks of the mesh.
@@ -167,32 +158,14 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
             done.update(module.modules(), _inputs(module))
     if not plan:
         raise ValueError(f"model must have layers of twell.nn, which sparsify makes, got {type(model).__name__}")
-    for module, name in names.items():
-        if _has_known_heads(module):
-            for child in _PROJECTIONS:
-                plan[f"{name}.{child}"] = RowwiseParallel() if child == "o_proj" else ColwiseParallel()
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    weights = [p for module in names for p in module._parameters.values()]
-    if type(head) is nn.Linear and head in names and sum(p is head.weight for p in weights) == 1:
-        plan[names[head]] = ColwiseParallel(output_layouts=Replicate())
-    done.update(module for module, name in names.items() if name in plan)
     made: dict[nn.Parameter, nn.Parameter] = {}
-    # they use parameters without calling the modules that hold them
-    apart = {m for module in names if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) for m in module.modules()}
-    plain: list[str] = []
+    for module in names:
+        # they use parameters without calling the modules that hold them
+        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            done.update(module.modules())
     for module, name in names.items():
-        if module in done or not module._parameters:
-            continue
-        if any(module.children()) or module in apart:
-            plain += [f"{name}.{key}".removeprefix(".") for key, p in module._parameters.items() if p is not None]
-        else:
+        if module not in done and module._parameters and not any(module.children()):
             plan[name] = _Whole(made)
-    if plain:
-        logger.warning(
-            "tensor_parallel_plan leaves %s as plain tensors, which clip_grad_norm_ and most optimizers do not take "
-            "beside DTensors",
-            ", ".join(plain),
-        )
     return plan
 
 
@@ -230,12 +203,6 @@ class _Whole(ParallelStyle):
 def _inputs(layer: SparseGatedMLP | SparseMLP) -> list[nn.Linear]:
     """The projections of x, which need not be children."""
     return [layer.gate_proj, layer.up_proj] if isinstance(layer, SparseGatedMLP) else [layer.up_proj]
-
-
-def _has_known_heads(module: nn.Module) -> bool:
-    kind = getattr(getattr(module, "config", None), "model_type", None)
-    children = dict(module.named_children())
-    return kind in _BY_HEAD_DIM and all(type(children.get(name)) is nn.Linear for name in _PROJECTIONS)
 
 
 def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement, source: int | None) -> None:

@@ -42,14 +42,12 @@ class Laid:
     """What a layer has laid by rows by itself.
 
     weight: the Parameter while it lies so. It is kept here, too, because a parametrization moves it to another place.
-    failed: whether there was no memory for a copy.
     """
 
     def __init__(self) -> None:
         # held for all of a call, so that no thread exchanges the memory that another one is about to read
         self.lock = threading.RLock()
         self.weight: nn.Parameter | None = None
-        self.failed = False
         # whether no call has looked at the weight since it was made or put back
         self.fresh = True
         # (address, stream): what the allocator knows to be read there, which it then does not reuse too early
@@ -146,21 +144,17 @@ def settle(layer: Any, parameters: dict[str, Any]) -> None:
     if laid.weight is parameters["weight"]:
         if trains:
             laid.put_back()
-    elif not (trains or laid.failed or obstacle(layer)):
+    elif not (trains or obstacle(layer)):
         # one that was replaced since
         laid.put_back()
         laid.note_reading(parameters["weight"])
-        try:
-            data = _copied(parameters["weight"], rows=True)
-            _wait(data)
-        except torch.OutOfMemoryError:
-            laid.failed = True
-        else:
-            # another thread may have listed it meanwhile
-            if not obstacle(layer):
-                parameters["weight"].data = data
-                laid.weight = parameters["weight"]
-                laid.reads.clear()
+        data = _copied(parameters["weight"], rows=True)
+        _wait(data)
+        # another thread may have listed it meanwhile
+        if not obstacle(layer):
+            parameters["weight"].data = data
+            laid.weight = parameters["weight"]
+            laid.reads.clear()
     laid.note_reading(parameters["weight"])
 
 
@@ -177,8 +171,6 @@ def obstacle(layer: Any) -> str:
         return "it is no plain parameter on a GPU"
     if layer.training:
         return "the layer is in training mode"
-    if layer._laid.failed:
-        return "there was no memory for a copy"
     if not alone or weight.grad is not None or not _owns_memory(weight):
         return "other code holds it or its memory, as an optimizer, a state dict or a view does"
     if memory.is_captured(weight) or modes.capturing(weight):

@@ -103,7 +103,7 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
     for layer in layers.values():
         layer.down_layout = layout
         with layer._laid.lock:
-            layer._laid.weight, layer._laid.failed = None, False
+            layer._laid.weight = None
             down_layout.store(layer.down_proj.weight, layout == "rows")
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell.base.activation import activation_of
-from twell.call import autograd, execution, functional
+from twell.call import execution, functional
 from twell.call.execution import Aux
 from twell.nn import compaction
 from twell.recipe._aux import layers, require_gradients, whole, with_tokens
@@ -33,6 +33,11 @@ def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[Input]:
         recorders[name] = recorder = getattr(layer, "_recorder", None)
         if recorder is None or not recorder.keeping:
             raise RuntimeError(f"{name or 'the layer'} keeps no inputs: call record_aux(model, inputs=True) first")
+        if layer.accumulate_main_grad:
+            raise NotImplementedError(
+                "accumulate_main_grad: expected no attention_mask and no target of the gate, which compute more than "
+                f"the layers do, got one for {name or 'the layer'}"
+            )
     if not any(recorder.kept or recorder.skippable for recorder in recorders.values()):
         raise RuntimeError(
             f"{next(iter(recorders)) or 'the layer'} kept no input since the last read, and no other layer did: the "
@@ -95,7 +100,7 @@ def gates(given: Input, most: int) -> Tensor:
         rows = rows[part * count // most + part * (count // most) // most]
     if layer._is_plain():
         weight, bias = weights(layer, compaction.gate_of(layer), x, rows.dtype)
-        gate = F.linear(rows, autograd.into_main(weight, mains_of(layer)[0]), bias)
+        gate = F.linear(rows, weight, bias)
     else:
         # an adapter, say
         gate = compaction.gate_by_call(layer, rows)
@@ -119,7 +124,7 @@ def figures(given: Input) -> Aux:
     names = ("gate_proj", "up_proj") if layer._gated else ("up_proj",)
     operands = [weights(layer, getattr(layer, name), x, rows.dtype) for name in names]
     options = {**activation.options(), "strategy": layer._site() or layer.strategy, "compression": layer.compression}
-    options |= {"main_grads": (*mains_of(layer)[:-1], None), "return_aux": True}
+    options |= {"return_aux": True}
     # y is not used, so that any weight of this shape will do for the down projection
     down = operands[0][0].detach().t()
     if not layer._gated:
@@ -127,13 +132,6 @@ def figures(given: Input) -> Aux:
         return functional.sparse_ffn(rows, up, down, b_up=b_up, **options)[1]  # type: ignore[no-any-return]
     (gate, b_gate), (up, b_up) = operands
     return functional.sparse_gated_ffn(rows, gate, up, down, b_gate=b_gate, b_up=b_up, **options)[1]  # type: ignore[no-any-return]
-
-
-def mains_of(layer: Any) -> list[Tensor | None]:
-    """The tensors to which backward adds the gradients of a layer's weights; None where autograd keeps them."""
-    names = ("gate_proj", "up_proj", "down_proj") if layer._gated else ("up_proj", "down_proj")
-    mains: list[Tensor | None] | None = layer._main_grads(**{name: getattr(layer, name).weight for name in names})
-    return mains or [None] * len(names)
 
 
 def weights(layer: Any, projection: Any, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
