@@ -189,6 +189,7 @@ def test_what_else_keeps_a_weight_linear() -> None:
         generate(layer)
         assert why in down_layout.obstacle(layer)
         assert layout(layer) == "linear"
+    layer = layer_with()
     del layer.down_proj.weight
     layer.down_proj.weight = nn.Buffer(torch.zeros(K, N))
     assert "no plain parameter" in down_layout.obstacle(layer)

@@ -78,8 +78,8 @@ def count_firing(model: nn.Module) -> Iterator[dict[str, Firing]]:
     A projection that is more than its weight, as an adapter is, is called a second time: its dropout draws another
     mask, and its batch norm sees the tokens twice. Register pre-hooks that change a layer's input before this call.
 
-    Counting uses hooks, which a model compiled before may not run: call the original, or compile inside. Pickle models
-    outside the ``with``. Raises ValueError if there is no twell layer.
+    Counting uses hooks, which a model compiled before may not run, and which ``fullgraph=True`` refuses: call the
+    original, or compile inside. Pickle models outside the ``with``. Raises ValueError if there is no twell layer.
     """
     layers = named_layers(model)
     if not layers:
@@ -98,23 +98,15 @@ def count_firing(model: nn.Module) -> Iterator[dict[str, Firing]]:
 
 
 def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    # a graph ends here, and goes on behind it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else kwargs.get("x")
         # a copy of the layer has this hook, too; the layer itself refuses an x that is no tensor
-        if module is not owner or not isinstance(x, Tensor):
-            return
-        if modes.compiling() or not modes.in_backward():
+        if module is owner and isinstance(x, Tensor) and not modes.in_backward():
             count_call(owner, x, totals)
 
-    return count
-
-
-@torch.library.custom_op("twell_internal::add_counts", mutates_args=("totals",))
-def _add_counts(totals: Tensor, fired: Tensor, tokens: int) -> None:
-    """Add to ``totals`` unless a checkpoint recomputes, which a graph learns only when it runs."""
-    if not modes.in_backward():
-        totals[:-1] += fired
-        totals[-1] += tokens
+    return count  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -136,7 +128,8 @@ def count_call(mlp: MLP, x: Tensor, totals: Tensor) -> None:
         # the projection may be more than its weight: an adapter, say
         values = F.linear(chunk, weight, bias) if plain else gate_by_call(mlp, chunk)
         fired += (activation_of("fatrelu", mlp.threshold).after(values) != 0).sum(0)
-    _add_counts(totals, fired, tokens.shape[0])
+    totals[:-1] += fired
+    totals[-1] += tokens.shape[0]
 
 
 def gate_by_call(mlp: MLP, rows: Tensor) -> Tensor:
