@@ -96,15 +96,6 @@ def machines() -> str:
     return machine(result(LAYER_FILE))
 
 
-def layers_elsewhere() -> str:
-    """Speed-ups of the layers on the other GPU."""
-    said = []
-    for op, mean in zip(OPS, mean_speedups(OTHER_FILE), strict=True):
-        gains = [measured(name, op, OTHER_FILE)["speedup_dense"] for name in LAYERS]
-        said.append(f"{OPS[op]} {span(gains)}, {mean:.2f} in the geometric mean of the first five")
-    return f'Speed-ups by "auto": {"; ".join(said)}. {machine(result(OTHER_FILE))}'
-
-
 def memory() -> str:
     """Memory kept for backward and peaks of a layer with 29 non-zeros; they hardly depend on this number."""
     cells = []

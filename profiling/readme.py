@@ -76,21 +76,6 @@ def experts() -> str:
     return signed(markdown(header, "r" * len(header), rows), "experts")
 
 
-def experts_elsewhere() -> str:
-    """How many times as fast "auto" is as grouped products, by zeros, routes, sizes and kind of experts."""
-    rows, sizes = [], (1, 8, 64, 256, 1024)
-    names = [f"experts_{name}" for name in ("firing", "skew", "large", "gated")]
-    for name in names:
-        own = [row for row in result(name)["rows"] if row["variant"] == '"auto"']
-        for (shape, firing, skew), of in by_case(own, "shape", "firing", "skew", each="sequences").items():
-            what = f"{shape.capitalize()}, {firing:.1%} fire, {f'skew {skew:g}' if skew else 'even routes'}"
-            what += ", with a gate" if name == "experts_gated" else ""
-            gains = {int(size): f"{row['over_grouped']:.2f}" for size, row in of.items()}
-            rows.append([what, *(gains.get(size, "") for size in sizes)])
-    header = ["layer", *(f"{size:,}" for size in sizes)]
-    return signed(markdown(header, "l" + "r" * len(sizes), rows), *names)
-
-
 def most_nonzeros() -> str:
     """How sparse layers of known models must be for each kind of call."""
     known = {
@@ -260,7 +245,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": figures.layers,
     "errors": figures.errors,
     "machine": figures.machines,
-    "layers on an H100": figures.layers_elsewhere,
     "memory": figures.memory,
     "large layer": figures.large_layer,
     "few tokens": figures.few_tokens,
@@ -275,7 +259,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "beside others": beside_others,
     "engines": engines,
     "experts": experts,
-    "experts elsewhere": experts_elsewhere,
     "float8": e4m3,
     "files": results,
 }

@@ -2,7 +2,6 @@
 
 import math
 import numbers
-import os
 from typing import Any
 
 
@@ -21,11 +20,6 @@ def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def require_path(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` names a file."""
-    require(name, value, (str, os.PathLike), "a path")
 
 
 def require_integer(name: str, value: Any, low: int) -> None:
