@@ -172,7 +172,6 @@ CASES: dict[str, dict[str, Any]] = {
     "disabled": {"then": lambda model: model.base_model.disable_adapter_layers(), "columns": 0},
     "merged": {"then": lambda model: model.merge_adapter(), "columns": 0},
     "adapters in bf16": {"then": half_adapters},
-    "saved": {"target_modules": ["up_proj"], "modules_to_save": ["down_proj"]},
     "no gate": PLAIN,
     "fused": {"make": fused},
     "named": {"make": named},
@@ -258,6 +257,11 @@ def plain_up(model: Any) -> None:
     layer_of(model).up_proj = nn.Sequential(layer_of(model).up_proj)
 
 
+def saved_down(model: Any) -> None:
+    down = layer_of(model).down_proj.base_layer
+    layer_of(model).down_proj = peft.utils.other.ModulesToSaveWrapper(down, "default")
+
+
 DENSE: dict[str, Callable[[Any], None]] = {
     "up_proj has an adapter that is a variant of LoRA (DoraLinearVariant)": dora("up_proj"),
     "up_proj has hooks or a replaced forward": hooked("up_proj"),
@@ -267,6 +271,7 @@ DENSE: dict[str, Callable[[Any], None]] = {
     "up_proj adapts a layer that has hooks or a replaced forward": hooked("up_proj.base_layer"),
     "up_proj is of a version of peft that is not known, or stores its weight transposed": transposed,
     "up_proj is a torch.nn.modules.container.Sequential": plain_up,
+    "down_proj is a peft.utils.other.ModulesToSaveWrapper": saved_down,
 }
 
 

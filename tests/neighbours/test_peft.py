@@ -97,15 +97,6 @@ def test_adapters_of_transformers() -> None:
     torch.testing.assert_close(logits(model), logits(causal_model("llama")), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("saved", ["mlp", "down_proj"])
-def test_modules_to_save(saved: str) -> None:
-    target = ["q_proj"] if saved == "mlp" else ["up_proj"]
-    stock, model = (adapted(causal_model("llama"), target, modules_to_save=[saved]) for _ in range(2))
-    twell_hf.sparsify(model, strategy="union")
-    assert_trains_as(model, stock)
-    assert any(saved in name for name, p in model.named_parameters() if p.requires_grad)
-
-
 def test_an_activation_that_is_changed_beside_adapters_is_in_the_configuration() -> None:
     base = causal_model("llama")
     base.config.hidden_act = "silu"

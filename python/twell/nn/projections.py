@@ -16,7 +16,6 @@ from twell.call import plain as _plain
 from twell.call.admission import sharded
 from twell.nn.columns import Part, part
 
-_SAVED = "peft.utils.other.ModulesToSaveWrapper"
 _LORA_OF_4_BITS = "peft.tuners.lora.bnb.Linear4bit"
 # their calls differ in nothing but casts
 _LORA = ("peft.tuners.lora.layer.Linear", "peft.tuners.lora.torchao.TorchaoLoraLinear", _LORA_OF_4_BITS)
@@ -126,10 +125,6 @@ def read(child: Any) -> Projection | str:
     if not _plain.runs_its_class(child):
         return "has hooks or a replaced forward (peft sets some)"
     kind = _name(child)
-    if kind == _SAVED:
-        active = child.active_adapters
-        own = child.disable_adapters or not active or any(name not in child.modules_to_save for name in active)
-        return read(child.original_module if own else child.modules_to_save[active[0]])
     if kind not in _LORA:
         return _base(child)
     base = read(child.base_layer)
