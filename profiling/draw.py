@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
+import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -215,13 +217,25 @@ def draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
 PATTERNS = {"uniform": "Uniform: all neurons fire alike", "topic": "Topic: nearby tokens share neurons"}
 # Ticks of speed-up, and the lowest that is shown.
 SPEEDS, SLOWEST = (0.125, 0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16), 0.125
+# Two strategies whose times differ by less than this share do not cross: in another run the other may be ahead.
+ALIKE = 0.01
 # speed-up by non-zeros, ascending
 Line = dict[float, float]
 
 
 def nnz() -> Chart:
-    """Speed-up of each strategy by non-zeros per token."""
+    """Speed-up of each strategy by non-zeros per token, crossovers marked."""
     panels = {pattern: lines_of(pattern) for pattern in PATTERNS}
+    limits = []
+    for pattern, lines in panels.items():
+        # of the better sparse strategy
+        both = [lines["row"], lines["union"]]
+        best = {x: max(own[x] for own in both if x in own) for x in sorted({x for own in both for x in own})}
+        if crossed := crossings(best):
+            limits.append(f"{count(crossed[-1])} ({pattern})")
+    title = "Fewer non-zeros, more speed"
+    if limits:
+        title += f": the forward pass beats dense up to {' and '.join(limits)} non-zeros per token"
     every = [y for lines in panels.values() for own in lines.values() for y in own.values()]
     note = f"below {SLOWEST:g}x not shown; " if min(every) < SLOWEST else ""
     note += 'training ends where "auto" runs dense\n'
@@ -235,9 +249,7 @@ def nnz() -> Chart:
         styles["dense"] |= {"linewidth": 1.2}
         axes_of = figure.subplots(1, len(panels), sharey=True)
         for axes, (pattern, lines) in zip(axes_of, panels.items()):
-            for name, own in lines.items():
-                axes.plot([*own], [*own.values()], **styles[name])
-            baseline(axes.axhline)
+            draw_lines(axes, lines, styles)
             axes.set(title=PATTERNS[pattern], xlabel="non-zeros per token (log)")
             of_nonzeros(axes, [x for own in lines.values() for x in own])
             low, high = 0.93 * max(SLOWEST, min(1.0, *every)), 1.08 * max(1.0, *every)
@@ -252,7 +264,7 @@ def nnz() -> Chart:
         legend(figure, [(line(**styles[name]), named.get(name, f'"{name}"')) for name in shown])
 
     footer = sizes(result("sweep_nnz")["rows"]) + note + machine(result("sweep_nnz"))
-    return Chart("Fewer non-zeros, more speed", footer, 4.8, draw)
+    return Chart(title, footer, 4.8, draw)
 
 
 def lines_of(pattern: str) -> dict[str, Line]:
@@ -266,6 +278,42 @@ def lines_of(pattern: str) -> dict[str, Line]:
     return {name: dict(sorted(own.items())) for name, own in found.items() if own}
 
 
+def crossings(own: Mapping[float, float]) -> list[float]:
+    """Every x where y crosses 1, by straight lines in log x and log y."""
+    found, points = [], list(own.items())
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        a, b = math.log(y0), math.log(y1)
+        if a * b < 0 or (a != 0 and b == 0):
+            found.append(math.exp(math.log(x0) + (math.log(x1) - math.log(x0)) * a / (a - b)))
+    return found
+
+
+def marks(lines: Mapping[str, Line]) -> list[tuple[float, float, str]]:
+    """Crossovers of the strategies and dense. Two strategies cross where they differ by ``ALIKE`` on both sides."""
+    found = [(x, 1.0, f"{name} = dense") for name in ("row", "union", "train") for x in crossings(lines.get(name, {}))]
+    row, union = lines["row"], lines["union"]
+    apart = {x: row[x] / union[x] for x in row if x in union and abs(row[x] / union[x] - 1) > ALIKE}
+    for x in crossings(apart):
+        x0, x1 = max(at for at in apart if at <= x), min(at for at in apart if at > x)
+        t = math.log(x / x0) / math.log(x1 / x0)
+        found.append((x, row[x0] ** (1 - t) * row[x1] ** t, "row = union"))
+    return sorted(found, key=lambda mark: mark[0])
+
+
+def draw_lines(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, Any]) -> None:
+    for name, own in lines.items():
+        axes.plot([*own], [*own.values()], **styles[name])
+    baseline(axes.axhline)
+    said = [("Crossovers, non-zeros per token:", TEXT)]
+    for x, y, what in marks(lines):
+        axes.plot(x, y, "o", markersize=10, fillstyle="none", color=TEXT, zorder=5)
+        said.append((f"{what} at {count(x)}", styles[what.split()[0]]["color"]))
+    for i, (text, colour) in enumerate(reversed(said)):
+        box = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.5}
+        place = {"transform": axes.transAxes, "bbox": box, "fontsize": 9, "zorder": 4}
+        axes.text(0.04, 0.04 + 0.06 * i, text, color=colour, **place)  # type: ignore[arg-type]
+
+
 def of_nonzeros(axes: Axes, values: Sequence[float]) -> None:
     """Make the x axis logarithmic around ``values``, with ticks at powers of 4."""
     axes.set_xscale("log", base=4)
@@ -275,6 +323,10 @@ def of_nonzeros(axes: Axes, values: Sequence[float]) -> None:
     axes.xaxis.set_ticks(ticks, labels=[f"{tick:,g}" for tick in ticks])
     axes.xaxis.set_ticks([], minor=True)
     axes.set_xlim(low, high)
+
+
+def count(value: float) -> str:
+    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
 
 
 # The command

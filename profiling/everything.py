@@ -99,12 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.out is None:
         raise RequestError("expected --out FOLDER or --list, got neither")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    runner = Runner(arguments)
-    if lacking := [each.name for each in chosen if "$REAL" in " ".join(each.commands) and runner.real is None]:
-        if arguments.names:
-            raise RequestError(f"{', '.join(lacking)} needs --real")
-        runner.say(f"left out, as they need --real: {', '.join(lacking)}")
-    return runner.run([each for each in chosen if each.name not in lacking])
+    return Runner(arguments).run(chosen, named=bool(arguments.names))
 
 
 def line(measurement: Measurement) -> str:
@@ -126,45 +121,55 @@ class Runner:
         self.end = time.monotonic() + arguments.budget_s
         path = self.out / "done.json"
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        # how many commands of each measurement ended
-        self.done: dict[str, int] = found.get("done", {}) if found.get("kernels") == present() else {}
+        # commands that ended, with seconds and exit status, by measurement
+        self.done: dict[str, list[list[float]]] = found.get("done", {}) if found.get("kernels") == present() else {}
 
     @property
     def left_s(self) -> float:
         """Seconds left of the budget."""
         return self.end - time.monotonic()
 
-    def run(self, chosen: Sequence[Measurement]) -> int:
-        """Run what is missing; return the exit status."""
-        found: dict[int, list[str]] = {}
-        for each in chosen:
-            found.setdefault(self.measure(each), []).append(each.name)
-        for status, what in ((1, "failed or red"), (LEFT, "left for the next call")):
-            if status in found:
-                self.say(f"{what}: {', '.join(found[status])}")
-        return 1 if 1 in found else max(found, default=0)
+    def run(self, chosen: Sequence[Measurement], named: bool) -> int:
+        """Run what is missing; return the exit status. ``named``: they were asked for by name."""
+        lacking = [each.name for each in chosen if "$REAL" in " ".join(each.commands) and self.real is None]
+        if named and lacking:
+            raise RequestError(f"{', '.join(lacking)} needs --real")
+        found = {each.name: self.measure(each) for each in chosen if each.name not in lacking}
+        failed = [name for name, status in found.items() if status not in (0, LEFT)]
+        left = [name for name, status in found.items() if status == LEFT]
+        for what, names in (
+            ("left out, as they need --real", lacking),
+            ("failed or red", failed),
+            ("left for the next call", left),
+        ):
+            if names:
+                self.say(f"{what}: {', '.join(names)}")
+        return 1 if failed else LEFT if left else 0
 
     def measure(self, measurement: Measurement) -> int:
-        """Run the commands that did not end; return 0, 1 after a failure or a red result, and LEFT if time is up."""
-        name, red = measurement.name, 0
+        """Run the commands that did not end; return 0, 1 or 2 after a failure, and LEFT if there is no time."""
+        name, ended = measurement.name, self.done.setdefault(measurement.name, [])
         path, count = self.out / f"{name}.json", len(measurement.commands)
-        for number in range(self.done.get(name, 0), count):
+        for number in range(len(ended), count):
             seconds = measurement.seconds[number]
             if self.left_s < seconds:
                 return LEFT
             self.say(f"{name}: command {number + 1} of {count}, about {seconds} s")
+            began, written = time.monotonic(), modified(path)
             status = self.execute(name, measurement.commands[number])
-            self.say(f"{name}: exit status {status}")
-            whole = path.exists() and json.loads(path.read_text()).get("complete") is not False
-            if status == LEFT or (status in (0, 1) and path.exists() and not whole):
+            if status in (0, 1) and path.exists() and json.loads(path.read_text()).get("complete") is False:
+                status = LEFT
+            taken = round(time.monotonic() - began, 1)
+            self.say(f"{name}: exit status {status} after {taken} s")
+            if status == LEFT:
                 return LEFT
-            if status > 1 or (status and not whole):
-                return 1
-            red |= status
-            self.done[name] = number + 1
+            # without a new file 1 is not a red result, but a fault
+            if status not in (0, 1) or (status == 1 and modified(path) == written):
+                return 2
+            ended.append([taken, status])
             text = json.dumps({"kernels": present(), "done": self.done}, indent=1)
             files.write_text(self.out / "done.json", text + "\n")
-        return red
+        return int(any(status for _, status in ended))
 
     def execute(self, name: str, command: str) -> int:
         """Run a command with its output in a log; return its status, LEFT if the budget was spent before."""
@@ -173,11 +178,14 @@ class Runner:
         words = shlex.split(string.Template(command).substitute(known))
         words = [sys.executable, *words[1:]] if words[0] == "python" else words
         with (self.out / f"{name}.log").open("a") as log:
+            log.write(f"$ {shlex.join(words)}\n")
+            log.flush()
             # a session of its own, which ends with its children
             process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 return process.wait(max(1.0, self.left_s))
             except subprocess.TimeoutExpired:
+                self.say(f"{name}: ended, as the budget is spent")
                 return LEFT
             finally:
                 if process.poll() is None:
@@ -186,6 +194,11 @@ class Runner:
 
     def say(self, text: str) -> None:
         print(f"everything: {text}; {max(0.0, self.left_s):.0f} s left", flush=True)
+
+
+def modified(path: Path) -> int:
+    """When a file was written; 0 if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else 0
 
 
 if __name__ == "__main__":

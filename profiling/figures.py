@@ -96,6 +96,15 @@ def machines() -> str:
     return machine(result(LAYER_FILE))
 
 
+def layers_elsewhere() -> str:
+    """Speed-ups of the layers on the other GPU."""
+    said = []
+    for op, mean in zip(OPS, mean_speedups(OTHER_FILE), strict=True):
+        gains = [measured(name, op, OTHER_FILE)["speedup_dense"] for name in LAYERS]
+        said.append(f"{OPS[op]} {span(gains)}, {mean:.2f} in the geometric mean of the first five")
+    return f'Speed-ups by "auto": {"; ".join(said)}. {machine(result(OTHER_FILE))}'
+
+
 def memory() -> str:
     """Memory kept for backward and peaks of a layer with 29 non-zeros; they hardly depend on this number."""
     cells = []
@@ -279,3 +288,15 @@ def models() -> str:
     header = ["model (non-zeros)", "pass", "ms: dense / twell", "speed-up", "mJ per token", "peak GB"]
     others = dict.fromkeys(where(path.stem) for path in sorted(RESULTS.glob("paper_configs*.json")))
     return markdown(header, "llrrrr", rows) + "".join(others)
+
+
+def several_gpus() -> str:
+    """Training steps of a model on two and on four GPUs: the faster dense and sparse variants."""
+    cells = {}
+    for count in (2, 4):
+        for (mode,), own in by_case(good(f"parallel{count}"), "mode").items():
+            said = {"ddp": "DDP", "fsdp": "FSDP2", "tp": "tensor parallelism"}[mode]
+            for kind in ("compiled", "eager"):
+                dense, ours = (own[f"{side} {kind}"]["ms"] for side in ("dense", "sparse"))
+                cells[said, f"{count} GPUs, {kind}"] = f"{dense:.0f} / {ours:.0f}, {bold(dense / ours)}"
+    return f"{pivot('ms: dense / twell', cells)}\n\n{machine(result('parallel2'))}"

@@ -9,10 +9,11 @@ after each case.
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +63,8 @@ class Variant:
 
     by: makes the call of a strategy, which works on the i-th copy of the operands and returns its outputs, y first.
     copies: calls of a recording. requested: the strategy; "" if there is no choice. check: of a strategy, its call and
-    the outputs of the last copy. note: puts more into the row. fields: of its row.
+    the outputs of the last copy. note: puts more into the row. fields: of its row. within: a context of all of its
+    calls before timing.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Variant:
     check: Callable[[str, Call, tuple[Tensor, ...]], Verdict] | None = None
     note: Callable[[Row, "Settled", dict[str, Comparison]], None] | None = None
     fields: Row = field(default_factory=dict)
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
     captured: bool = True
 
     @property
@@ -194,13 +197,14 @@ def timed(
     for variant in variants:
         row = rows[variant.key]
         try:
-            settled, recording = Settled(variant, device, graphs), None
-            errors, row["red"] = settled.checked()
-            row |= {"strategy": settled.strategy, "eager_strategy": settled.eager}
-            if variant.note is not None:
-                variant.note(row, settled, errors)
-            if graphs and variant.captured and not row["red"]:
-                recording, row["red"] = settled.recorded()
+            with variant.within():
+                settled, recording = Settled(variant, device, graphs), None
+                errors, row["red"] = settled.checked()
+                row |= {"strategy": settled.strategy, "eager_strategy": settled.eager}
+                if variant.note is not None:
+                    variant.note(row, settled, errors)
+                if graphs and variant.captured and not row["red"]:
+                    recording, row["red"] = settled.recorded()
             if not row["red"]:
                 found[variant.key] = settled, recording
         except Exception as error:
@@ -260,8 +264,12 @@ def fill(row: Row, way: Way, samples: Sequence[float], dense: Mapping[str, Seque
 
 def beside(base: Row, rows: Sequence[Row], *fields: str) -> Row:
     """The rows of a case as one: each of ``fields`` is a dictionary by variant."""
-    red = "; ".join(f"{row['variant']}: {row['red']}" for row in rows if row["red"])
-    return {**base, **{name: {row["variant"]: row.get(name) for row in rows} for name in fields}, "red": red}
+    return {**base, **{name: {row["variant"]: row.get(name) for row in rows} for name in fields}, "red": reds(rows)}
+
+
+def reds(rows: Sequence[Row]) -> str:
+    """The faults of rows."""
+    return "; ".join(f"{row['variant']}: {row['red']}" for row in rows if row["red"])
 
 
 # Files and tables
@@ -358,7 +366,12 @@ class Bench:
         self.given = {key: value for key, value in vars(arguments).items() if not _holds_path(value)}
         self.rows: list[Row] = []
         self.complete = self.failed = False
-        where = pick_device(arguments.device or "cuda")
+        # of torchrun each process has a GPU, and the first one speaks
+        local, rank = os.environ.get("LOCAL_RANK"), int(os.environ.get("RANK", 0))
+        where = pick_device(arguments.device or ("cuda" if local is None else f"cuda:{local}"))
+        self.speaks = rank == 0
+        if not self.speaks:
+            self.out = None
         self.device: Device = Device()
         if where.type == "cuda":
             torch.cuda.set_device(where.index or 0)
@@ -413,8 +426,9 @@ class Bench:
             self.step("interrupted")
         if self.rows or self.complete:
             self.add([])
-        show(self.rows, shown)
-        print(self.machine)
+        if self.speaks:
+            show(self.rows, shown)
+            print(self.machine)
         red = sum(bool(row.get("red")) for row in self.rows)
         if red:
             print(f"{red} of {len(self.rows)} rows are red", file=sys.stderr)

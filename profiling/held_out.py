@@ -14,9 +14,10 @@ Points go to --out after each one; --budget-s ends a run between points.
 
 import argparse
 import itertools
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from profiling.harness import show, write_json
@@ -32,6 +33,8 @@ from twell.testing import Workload
 
 # Tokens of the graphs that engines capture for batches that decode.
 GRAPHS = range(16, 513)
+# one pass over the weights computes as many
+FEW = 32
 SHOWN = (*tune.SIZES, "nonzeros", "heaviest", "union", "candidates", "loss", "auto", "costs", "dense_ms")
 
 
@@ -67,6 +70,21 @@ def decided(row: Row, card: Card) -> Row:
     return row | {"auto": decision.strategy, "costs": costs, "loss": right.get(decision.strategy)}
 
 
+def summary(rows: Sequence[Row]) -> Iterator[str]:
+    """Mean and maximum of the losses by kind of call."""
+    known = [row for row in rows if row["loss"] is not None]
+    kinds = {
+        f"forward above {FEW} tokens": [row["loss"] for row in known if not row["training"] and row["m"] > FEW],
+        f"forward up to {FEW} tokens": [row["loss"] for row in known if not row["training"] and row["m"] <= FEW],
+        "training": [row["loss"] for row in known if row["training"]],
+        # a choice that was not measured has no loss
+        "graphs without figures": [row["graph_loss"] for row in known if row.get("graph_loss") is not None],
+    }
+    for name, losses in kinds.items():
+        if losses:
+            yield f"{name}: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
+
+
 def measure_all(arguments: argparse.Namespace, device: timing.Device, card: Card) -> list[Row]:
     """Measure the points and return their rows, which are also written to --out after each one."""
     started, rows, chosen = time.monotonic(), list[Row](), points()
@@ -87,6 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = measure_all(arguments, device, cards.in_use(device.torch_device))
     # red ones, then those that lose most
     show(sorted(rows, key=lambda row: (not row["red"], -(row["loss"] or 0)))[:10], SHOWN)
+    print(*summary(rows), sep="\n")
     return 1 if any(row["red"] for row in rows) else 0
 
 

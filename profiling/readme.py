@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from profiling import figures, measurements, reference
+from profiling import everything, figures, measurements, reference
 from profiling.tables import RESULTS, Row, bold, by_case, good, gpu_of, machine, markdown, pivot, result
 from twell.base import files
 from twell.base.text import as_percent
@@ -26,7 +26,7 @@ def signed(table: str, *names: str, between: str = " ") -> str:
     return f"{table}\n\n{between.join(dict.fromkeys(machine(result(name)) for name in names))}"
 
 
-# Servers
+# Servers and `generate`
 
 ENGINES = {
     "engine_small": "2,048 / 5,632",
@@ -61,7 +61,32 @@ def engines() -> str:
     return signed(pivot("stock / twell, ratio", cells), *ENGINES, between=". And ")
 
 
+def generate() -> str:
+    """Tokens per second of a prompt pass and of ``generate`` of transformers, stock and sparse."""
+    named = {"prompt": "prompt pass", "eager": "decoding, eager", "static": "decoding, static cache"}
+    rows = []
+    for (what, sequences), of in by_case(result("generate")["rows"], "what", "sequences", each="model").items():
+        stock, sparse = of["stock"]["tokens_per_s"], of["sparse"]["tokens_per_s"]
+        rows.append([named[what], f"{sequences}", f"{stock:,.0f}", f"{sparse:,.0f}", bold(sparse / stock)])
+    header = ["tokens per second", "sequences", "stock", "twell", "ratio"]
+    return signed(markdown(header, "lrrrr", rows), "generate")
+
+
 # Other layers
+
+
+def autoencoders() -> str:
+    """Autoencoders by "auto": speed-ups over the faster dense variant in graphs and in eager calls, and the peak."""
+    cells = {}
+    found = by_case(result("sae")["rows"], "pattern", "n", "op")
+    for (pattern, n, op), of in found.items():
+        auto = of['"auto"']
+        cells[f"{pattern}, {n:,}", op] = f"{bold(auto['over_dense'])}, {auto['queued_over_dense']:.2f}"
+    for pattern, n in dict.fromkeys(case[:2] for case in found):
+        of = found[pattern, n, "training"]
+        both = (f"{of[variant]['peak_bytes'] / 1e9:.1f}" for variant in ("dense compiled", '"auto"'))
+        cells[f"{pattern}, {n:,}", "peak of training, GB: dense / twell"] = " / ".join(both)
+    return signed(pivot("codes, d_sae", cells), "sae")
 
 
 def experts() -> str:
@@ -74,6 +99,47 @@ def experts() -> str:
     products = "grouped products"
     header = ["sequences", "experts touched", f"{products}, us", '"auto", us', f"over {products}"]
     return signed(markdown(header, "r" * len(header), rows), "experts")
+
+
+def experts_elsewhere() -> str:
+    """How many times as fast "auto" is as grouped products, by zeros, routes, sizes and kind of experts."""
+    rows, sizes = [], (1, 8, 64, 256, 1024)
+    names = [f"experts_{name}" for name in ("firing", "skew", "large", "gated")]
+    for name in names:
+        own = [row for row in result(name)["rows"] if row["variant"] == '"auto"']
+        for (shape, firing, skew), of in by_case(own, "shape", "firing", "skew", each="sequences").items():
+            what = f"{shape.capitalize()}, {firing:.1%} fire, {f'skew {skew:g}' if skew else 'even routes'}"
+            what += ", with a gate" if name == "experts_gated" else ""
+            gains = {int(size): f"{row['over_grouped']:.2f}" for size, row in of.items()}
+            rows.append([what, *(gains.get(size, "") for size in sizes)])
+    header = ["layer", *(f"{size:,}" for size in sizes)]
+    return signed(markdown(header, "l" + "r" * len(sizes), rows), *names)
+
+
+def adapters() -> str:
+    """Speed-ups of layers with adapters over dense ones, in graphs and in eager calls."""
+    own = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
+    cells = {}
+    for (workload, op, dtype), of in by_case(own, "workload", "pass", "adapters", each="how").items():
+        cells[f"`{workload}`, {dtype}", op] = ", ".join(f"{of[how]['gain']:.2f}" for how in ("graph", "queued"))
+    return signed(pivot("workload, adapters", cells), "adapters")
+
+
+def portable_calls() -> str:
+    """How long calls of the portable family take beside Hopper's, and how fast its layers are beside dense."""
+    slower: dict[bool, list[float]] = {}
+    gains: dict[str, list[float]] = {}
+    for row in result("portable")["rows"]:
+        us, few = row["us"], "token" in row["call"]
+        slower.setdefault(few, []).append(us["portable"] / us["hopper"])
+        if dense := [time for name, time in us.items() if name.startswith("dense")]:
+            gains.setdefault("few tokens" if few else row["call"], []).append(min(dense) / us["portable"])
+    said = [f"{call} {figures.span(each)}" for call, each in gains.items()]
+    return (
+        f"Calls of 16,384 tokens take {figures.span(slower[False])} times as long as by Hopper's kernels, of 1 to 64 "
+        f"tokens {figures.span(slower[True])} times. The portable layers' speed over the faster of eager and compiled "
+        f"dense PyTorch: {', '.join(said)}. {machine(result('portable'))}"
+    )
 
 
 def most_nonzeros() -> str:
@@ -245,6 +311,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "layers": figures.layers,
     "errors": figures.errors,
     "machine": figures.machines,
+    "layers on an H100": figures.layers_elsewhere,
     "memory": figures.memory,
     "large layer": figures.large_layer,
     "few tokens": figures.few_tokens,
@@ -255,10 +322,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "auto losses": figures.auto_losses,
     "shapes": figures.shapes,
     "most non-zeros": most_nonzeros,
+    "several GPUs": figures.several_gpus,
     "models": figures.models,
     "beside others": beside_others,
+    "portable calls": portable_calls,
+    "adapters": adapters,
     "engines": engines,
+    "generate": generate,
+    "autoencoders": autoencoders,
     "experts": experts,
+    "experts elsewhere": experts_elsewhere,
     "float8": e4m3,
     "files": results,
 }
@@ -278,9 +351,19 @@ def fill(text: str) -> str:
     return PLACE.sub(table, text)
 
 
+def of_other_kernels() -> str:
+    """One line that names results of other kernels than those of the sources; empty if there are none."""
+    now, others = everything.present(), dict[str, list[str]]()
+    for path in sorted(RESULTS.glob("*.json")):
+        if (found := everything.named(path, "kernels")) and found != now:
+            others.setdefault(found, []).append(path.stem)
+    named = "; ".join(f"{hash_} {', '.join(names)}" for hash_, names in others.items())
+    return f"note: results of other kernels than the sources, which are {now}: {named}" if named else ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    said = "change nothing; exit with 1 if a page is out of date"
+    said = "change nothing; exit with 1 if a page is out of date, and name results of other kernels"
     parser.add_argument("--check", action="store_true", help=said)
     check, wrong = parser.parse_args().check, []
     for path in PAGES:
@@ -294,6 +377,8 @@ def main() -> int:
             wrong.append(name)
         elif made != text:
             files.write_text(path, made)
+    if check and (note := of_other_kernels()):
+        print(note)
     if wrong:
         print(f"{', '.join(wrong)} and profiling/results/ differ: python -m profiling.readme", file=sys.stderr)
     return int(bool(wrong))

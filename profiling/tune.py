@@ -14,31 +14,19 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from profiling.bench.portable import kernels_of
 from profiling.harness import write_json
 from profiling.tables import loads
 from twell.base import files
-from twell.choose import cards, tuning
+from twell.choose import cards
 from twell.choose.cards import Card
 from twell.commands import tune
 from twell.commands.request import exit_status
-from twell.runtime import program, specs
-
-
-@contextlib.contextmanager
-def kernels_of(family: str) -> Iterator[None]:
-    """Let calls run the kernels of a family."""
-    own = tuning.family
-    tuning.family = lambda index: family
-    program.forget()
-    try:
-        yield
-    finally:
-        tuning.family = own
-        program.forget()
+from twell.runtime import specs
 
 
 def read(path: Path) -> dict[str, Any]:

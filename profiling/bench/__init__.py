@@ -13,7 +13,7 @@ from profiling import harness
 from twell.commands.request import exit_status
 
 # The module of a bench by its first word; without one of these, of ``layers``.
-BENCHES = ("model", "moe", "float8", "firing", "host")
+BENCHES = ("model", "moe", "float8", "sae", "firing", "host", "adapters", "portable", "generate", "parallel")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from profiling.bench import others
 from profiling.bench.workloads import EXPLAINED, Source, parse
-from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, agrees, ratio, verdict
+from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, agrees, ratio, verdict, whole
 from twell import testing
 from twell.choose import plan, rates
 from twell.commands.request import RequestError, at_least
@@ -30,8 +31,10 @@ eager calls, many in a row ("queued") or waited for. Only right results have a t
 of dense PyTorch, and the bits of replays.
 
 ffn             the forward pass of all tokens; all calls share the weights, so small weights stay in L2
+decode          the same on each number of --m-decode, from the middle of the workload, with several copies of the
+                weights in turn, whose gates exceed L2
 train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same
-model, moe, float8, firing, host   others, which have a --help of their own
+model, moe, float8, sae, firing, host, adapters, portable, generate, parallel   others, which have a --help of their own
 
 Layers of others are timed beside these if they can be imported: quack's fused ReGLU, and the paper's own code, from a
 checkout of SakanaAI/sparser-faster-llms in PYTHONPATH, which CUDA graphs do not capture.
@@ -47,14 +50,17 @@ floor_ms              the least time of the products and bytes that the strategy
 error, worst          in norm and of the worst row, over dense PyTorch's; in training of the furthest gradient
 kept_bytes            that a training step keeps for backward; peak_bytes: the peak of a call
 """
-# Tokens, hidden size and neurons on a GPU and on a CPU.
+# Tokens, hidden size and neurons on a GPU and on a CPU, and tokens of decode.
 SIZES, CPU_SIZES = (16384, testing.PAPER_HIDDEN, testing.PAPER_NEURONS), (512, 256, 1408)
+FEW = (1, 8, 16, 64, 128, 256)
 COMPILE = ("default", "max-autotune-no-cudagraphs", "none")
 SCREENED = rates.SCREENED
 # Weight rows read from L2 by all multiprocessors of an H200 (132, 1,980 MHz): 7.2 to 7.5 TB/s in a streaming read.
 L2_TBS = 7.3
-# Bytes of a value; tokens of a gate product that is counted.
-ITEM, COUNTED = 2, 16384
+# Bytes of a value; tokens of a gate product that is counted; tokens of recorded layers before they repeat.
+ITEM, COUNTED, RECORDED = 2, 16384, 4096
+# Tokens that decode is timed and checked on, and least calls of its recording, beside whose time events are short.
+DECODED, CALLS = 512, 32
 
 GRAPH = Way("graph", "ms", "speedup_dense")
 EAGER = (
@@ -106,10 +112,10 @@ class Firing(NamedTuple):
 
 
 def firing(active: Tensor) -> Firing:
-    """Of bool [M, N]."""
-    tiles = F.pad(active, (0, 0, 0, -len(active) % geometry.TOKEN_TILE))
-    tiles = tiles.view(-1, geometry.TOKEN_TILE, active.shape[1])
-    return Firing(*(float(each.sum()) for each in (active, tiles.any(1), active.any(0))))
+    """Of bool [..., M, N]: the sums over all but the last two dimensions."""
+    m, n = active.shape[-2:]
+    tiles = F.pad(active, (0, 0, 0, -m % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, n)
+    return Firing(*(float(each.sum()) for each in (active, tiles.any(1), active.any(-2))))
 
 
 class Layer:
@@ -132,6 +138,16 @@ class Layer:
         """Which neurons these tokens fire."""
         return F.linear(x, self.problem.w_gate, self.problem.b_gate) > 0
 
+    def row(self, source: Source, tokens: int, nonzeros: float) -> Row:
+        return {
+            "workload": source.name,
+            "tokens": tokens,
+            "m": self.m,
+            "k": self.k,
+            "n": self.n,
+            "nnz": nonzeros / tokens,
+        }
+
     def floor(self, flop: float, moved: float, gathered: float = 0.0) -> float:
         """Milliseconds: the largest of arithmetic, compulsory memory traffic and rows from L2."""
         ceilings = self.bench.ceilings
@@ -139,48 +155,56 @@ class Layer:
 
 
 class Forward:
-    """The layer on its tokens, of which each call has the next copy."""
+    """The layer on ``m`` tokens per call: call ``i`` has the i-th of ``x`` and of ``weights``, in turn.
 
-    def __init__(self, layer: Layer) -> None:
-        self.layer, x = layer, layer.problem.x
-        self.copies = layer.bench.device.copies_for(ITEM * layer.m * layer.k)
-        self.x = [x, *(x.clone() for _ in range(self.copies - 1))]
+    ``parts`` of ``x`` differ. Of a call ``fires`` are the mean counts.
+    """
 
-    def variants(self, name: str, strategies: Sequence[str]) -> Iterator[Variant]:
+    def __init__(
+        self, layer: Layer, weights: Sequence[FFN], x: Sequence[Tensor], parts: int, calls: int, fires: Firing
+    ) -> None:
+        self.layer, self.weights, self.x, self.parts, self.calls, self.fires = layer, weights, x, parts, calls, fires
+        self.m = len(x[0])
+
+    def variants(self, name: str, strategies: Sequence[str], suffix: str = "") -> Iterator[Variant]:
         """Dense PyTorch, what others have, and the strategies."""
-        calls = {dense: (self.of_dense(function), True) for dense, function in self.layer.dense.items()}
-        p = self.layer.problem
+        calls = {f"{dense}{suffix}": (self.of_dense(function), True) for dense, function in self.layer.dense.items()}
         for other, (make, captured) in others.ALL.items():
-            made = make(p.w_gate, p.w_up, p.w_down, "relu", False) if self.layer.plain else None
-            if made is not None:
-                calls[other] = self.on_copies(made[0]), captured
+            made = [make(p.w_gate, p.w_up, p.w_down, "relu", False) for p in self.weights]
+            if None not in made and self.layer.plain:
+                calls[f"{other}{suffix}"] = self.in_turn([each[0] for each in made if each]), captured
         for said, (call, captured) in calls.items():
             by = functools.partial(lambda call, _: call, call)
-            yield Variant(said, by, self.copies, "", self.verify, self.note, captured=captured)
+            yield Variant(said, by, self.calls, "", self.verify, self.note, captured=captured)
         for requested in strategies:
-            yield Variant(name, self.of_sparse, self.copies, requested, self.verify, self.note)
-
-    def on_copies(self, layer: Callable[[Tensor], Tensor]) -> Call:
-        return lambda i: (layer(self.x[i % self.copies]),)
+            yield Variant(name, self.of_sparse, self.calls, requested, self.verify, self.note)
 
     def of_dense(self, function: Callable[[FFN], Tensor]) -> Call:
-        return self.on_copies(lambda x: function(self.layer.problem._replace(x=x)))
+        x, weights = self.x, self.weights
+        return lambda i: (function(weights[i % len(weights)]._replace(x=x[i % len(x)])),)
+
+    def in_turn(self, layers: Sequence[Callable[[Tensor], Tensor]]) -> Call:
+        """The i-th layer on the i-th tokens."""
+        x = self.x
+        return lambda i: (layers[i % len(layers)](x[i % len(x)]),)
 
     def of_sparse(self, strategy: Any) -> Call:
-        return self.on_copies(module_of(self.layer.problem, strategy))
+        return self.in_turn([module_of(each, strategy) for each in self.weights])
 
     @functools.cached_property
     def answer(self) -> tuple[Tensor, testing.Errors, float]:
-        """y in float64, the errors of dense PyTorch, and the number of roundings behind them."""
-        problem = self.layer.problem
+        """y of all tokens in float64, the errors of dense PyTorch, and the number of roundings behind them."""
+        problem = self.weights[0]._replace(x=torch.cat([*self.x[: self.parts]]))
         right = testing.float64_output(problem)
-        return right, testing.errors(testing.dense_output(problem), right), testing.count_roundings(problem)
+        dense = whole(self.of_dense(testing.dense_output), self.parts)
+        return right, testing.errors(dense, right), testing.count_roundings(problem)
 
     def verify(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
-        """Check y against float64, and the bits of the last call with its copy of the tokens."""
-        (right, bar, roundings), (y,) = self.answer, call(0)
+        """Check y of all tokens against float64, and the bits of the last call with its copy of the operands."""
+        (right, bar, roundings), y = self.answer, whole(call, self.parts)
         found, red = verdict({"y": Comparison(testing.errors(y, right), bar, roundings)})
-        if not red and strategy and not torch.equal(outputs[0], y):
+        first = (self.calls - 1) % self.parts * self.m
+        if not red and strategy and not torch.equal(outputs[0], y[first : first + self.m]):
             red = "other bits with a copy of the operands"
         return found, red
 
@@ -193,15 +217,30 @@ class Forward:
     def floor(self, strategy: str) -> float:
         """Milliseconds of the gate product and of what follows it; of dense, of all at once."""
         layer = self.layer
-        product, tokens, weight = 2.0 * layer.m * layer.n * layer.k, ITEM * layer.m * layer.k, ITEM * layer.n * layer.k
+        product, tokens, weight = 2.0 * self.m * layer.n * layer.k, ITEM * self.m * layer.k, ITEM * layer.n * layer.k
         if strategy in ("", "dense"):
             return layer.floor(3 * product, 2 * tokens + 3 * weight)
         by_tiles = strategy in ("union", SCREENED)
         # products in int8 take half the time; candidates come on top
         gate = layer.floor(product, tokens + weight) / (2 if strategy == SCREENED else 1)
-        rows = layer.firing.listed if by_tiles else layer.firing.nonzeros
+        rows = self.fires.listed if by_tiles else self.fires.nonzeros
         flop = 4.0 * rows * layer.k * geometry.TOKEN_TILE if by_tiles else 0.0
-        return gate + layer.floor(flop, tokens + 2 * layer.firing.fired * layer.k * ITEM, 2.0 * rows * layer.k * ITEM)
+        return gate + layer.floor(flop, tokens + 2 * self.fires.fired * layer.k * ITEM, 2.0 * rows * layer.k * ITEM)
+
+
+def few_tokens(layer: Layer, tokens: Sequence[int]) -> Iterator[tuple[int, Forward]]:
+    """Calls on the tokens around the middle of a workload, with copies of its weights, whose gates exceed L2."""
+    count = min(DECODED, layer.m)
+    middle = max(0, (min(RECORDED, layer.m) - count) // 2)
+    window = layer.problem.rows(middle, middle + count)
+    active = layer.fires(window.x)
+    # a sparse call reads only some rows of the other two weights: the gates alone must exceed the cache
+    copies = layer.bench.device.copies_for(ITEM * layer.n * layer.k)
+    weights = [window, *(window.map(Tensor.clone) for _ in range(copies - 1))]
+    for m in tokens:
+        parts = count // m
+        of = Firing(*(each / parts for each in firing(active[: parts * m].view(parts, m, -1))))
+        yield m, Forward(layer, weights, window.x[: parts * m].split(m), parts, copies * math.ceil(CALLS / copies), of)
 
 
 class Training:
@@ -327,7 +366,7 @@ def counts(text: str) -> list[int]:
     return [at_least(1)(item) for item in text.split(",")]
 
 
-OPS = ("ffn", "train")
+OPS = ("ffn", "decode", "train")
 STRATEGIES = (*plan.STRATEGIES, SCREENED)
 OPTIONS = {
     "-m --tokens": (counts, [], f"numbers of tokens ({SIZES[0]}; {CPU_SIZES[0]} on a CPU)"),
@@ -335,6 +374,7 @@ OPTIONS = {
     "-n --neurons": (at_least(8), None, f"neurons ({SIZES[2]}; {CPU_SIZES[2]})"),
     "--workload": (str, [], "workloads (all by name)"),
     "--strategy": (words(STRATEGIES), [["auto"]], f"{', '.join(STRATEGIES)}"),
+    "--m-decode": (counts, [], f"tokens of decode, whose -m is the same ({','.join(map(str, FEW))})"),
     "--compile": (COMPILE, None, "torch.compile's mode for the dense layer (default; none on a CPU)"),
     "--no-eager": (bool, False, "graphs alone, without eager calls of ffn and train"),
     "--memory": (bool, False, "peak memory of inference; training always measures it"),
@@ -353,8 +393,15 @@ def cases(bench: Bench) -> Iterator[Case]:
     on_cpu, sources = bench.device.torch_device.type == "cpu", parse(given.workload)
     sizes = CPU_SIZES if on_cpu else SIZES
     k, n = given.hidden or sizes[1], given.neurons or sizes[2]
-    tokens, ops, strategies = map(flat, (given.tokens, given.ops, given.strategy))
+    tokens, decoded, ops, strategies = map(flat, (given.tokens, given.m_decode, given.ops, given.strategy))
+    if ops == ["decode"] and not decoded:
+        tokens, decoded = [], tokens
     tokens = tokens or [sizes[0]]
+    decoded = decoded or [m for m in FEW if m <= min(tokens)]
+    if given.m_decode and "decode" not in ops:
+        raise RequestError(f"--m-decode is for decode: expected it among the operations, got {', '.join(ops)}")
+    if "decode" in ops and max(decoded) > (most := min(DECODED, *tokens)):
+        raise RequestError(f"--m-decode must be from 1 to {most} of {min(tokens)} tokens, got {max(decoded)}")
     if not given.workload and not (sources := [source for source in sources if source.possible(n)]):
         raise RequestError(f"{n} neurons are too few for the named workloads: expected --workload")
     mode = given.compile or ("none" if on_cpu else "default")
@@ -365,11 +412,19 @@ def cases(bench: Bench) -> Iterator[Case]:
     def measure(source: Source, m: int) -> Iterator[list[Row]]:
         problem = source.load(m, k, n, device=bench.device.torch_device, dtype=torch.bfloat16)
         layer = Layer(problem, bench, dense)
-        base = {"workload": source.name, "tokens": m, "m": layer.m, "k": layer.k, "n": layer.n}
-        base["nnz"] = layer.firing.nonzeros / layer.m
-        for op, make in (("ffn", Forward), ("train", Training)):
-            if op in ops:
-                yield bench.timed(base, make(layer).variants(op, strategies), ways)
+        base = layer.row(source, layer.m, layer.firing.nonzeros)
+        if "ffn" in ops:
+            copies = bench.device.copies_for(ITEM * layer.m * layer.k)
+            x = [problem.x, *(problem.x.clone() for _ in range(copies - 1))]
+            yield bench.timed(
+                base, Forward(layer, [problem], x, 1, copies, layer.firing).variants("ffn", strategies), ways
+            )
+            del x
+        if "train" in ops:
+            yield bench.timed(base, Training(layer).variants("train", strategies), ways)
+        for few, forward in few_tokens(layer, decoded) if "decode" in ops else ():
+            row = layer.row(source, few, forward.fires.nonzeros)
+            yield bench.timed(row, forward.variants("decode", strategies, " decode"), [GRAPH])
 
     for source in sources:
         for m in tokens:

@@ -52,10 +52,11 @@ allowed: 1.14 times for 8,192 tokens, 1.39 for 128.
 --config  0.5B, 1B, 1.5B, 2B: sizes of the paper, with random weights. Thresholds give each layer non-zeros around the
           paper's mean: 39, 34 (interpolated), 29 and 24. LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]] is any other
 forward   the decoder without its LM head on --batch sequences of --sequence tokens, bf16, as in the paper
+logits    the same with the LM head
 train     an optimizer step on --accumulate passes of --micro-batch sequences: forward, cross-entropy plus 2e-5 times
           L1, backward, in bf16 autocast over fp32 weights, and AdamW of rate 0, which keeps the sparsity
 """
-OPS = ("forward", "train")
+OPS = ("forward", "logits", "train")
 BACKENDS = ("inductor", "eager", "none")
 KINDS = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
 # Largest errors against fp32 over those of dense eager: of the whole, and of the worst token or weight. The latter
@@ -188,11 +189,11 @@ class Operation:
         return call
 
     def one_pass(self, model: Any, dtype: torch.dtype | None, tokens: Tensor) -> Tensor:
-        """Hidden states; in training the loss, after its backward pass."""
+        """Hidden states or logits; in training the loss, after its backward pass."""
         if not self.training:
             with torch.inference_mode():
                 hidden: Tensor = model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state
-                return hidden
+                return model.lm_head(hidden) if self.op == "logits" else hidden
         with torch.enable_grad():
             with torch.autocast(tokens.device.type, dtype, enabled=dtype is not None):
                 logits = model.lm_head(model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state)

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ from torch import Tensor
 import twell
 from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, ratio, verdict
 from twell import testing
-from twell.base.activation import ActivationName
-from twell.commands.request import at_least
+from twell.base.activation import activation_of
+from twell.commands.request import at_least, number_from
 from twell.commands.timing import Call
 from twell.ops import float8
 from twell.ops.float8 import Float8
@@ -27,7 +28,7 @@ Time a layer of routed experts at some numbers of sequences that decode, one tok
 of a graph has other tokens and other routes, and the weights exceed L2. A right result is as close to float64 as dense
 products are. With e4m3 weights the float64 answer is of what these stand for.
 
-us is the median of CUDA graphs, over_grouped the time of grouped products over it, and over_copy that of two
+us is the median of CUDA graphs, over_grouped the time of grouped products over it, and over_copy that of two or three
 dense products that read each weight that is touched once, at the rate of a copy. floor_us is to read what must be.
 """
 
@@ -43,14 +44,13 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "nano": Shape(2688, 1856, 128, 6),
+    "super": Shape(1024, 2688, 512, 22),
+    "ultra": Shape(2048, 5120, 512, 22),
     "tiny": Shape(64, 512, 8, 2),
 }
 # Calls of a recording, each with routes of its own.
 CALLS = 16
 GROUPED = "grouped products"
-# of experts without a gate, which have two products
-ACTIVATION: ActivationName = "relu2"
-PRODUCTS = 2
 
 
 GRAPH = Way("graph", "us", "over_grouped", 1e3)
@@ -63,6 +63,10 @@ SHOWN = (
 OPTIONS = {
     "--shapes": (tuple(SHAPES), ["nano"], "sizes of layers"),
     "--sequences": (at_least(1), [1, 8, 32, 64, 128, 256, 1024], "that decode"),
+    "--firing": (number_from(0.001, 0.999), [FIRING], "shares"),
+    "--skew": (number_from(0), [0.0], "of routes: the r-th expert like r^-S"),
+    "--gated": (bool, False, "experts have a gate"),
+    "--activation": (("relu", "relu2"), "relu2", "of experts"),
     "--weights": (("bfloat16", "e4m3"), ["bfloat16"], "dtypes"),
     "--strategies": (("row", "dense", "auto"), ["row", "dense", "auto"], "of twell"),
 }
@@ -72,38 +76,48 @@ SECONDS = 1.0
 class Layer:
     """A layer of one shape, and draws of its tokens and routes."""
 
-    def __init__(self, arguments: argparse.Namespace, shape: Shape, device: Any) -> None:
-        self.arguments, self.shape = arguments, shape
-        self.base = draw_experts(1, *shape, device=device)
+    def __init__(self, arguments: argparse.Namespace, shape: Shape, firing: float, skew: float, device: Any) -> None:
+        self.arguments, self.shape, self.skew = arguments, shape, skew
+        self.form = activation_of(arguments.activation, 0, arguments.gated)
+        self.draw = functools.partial(
+            draw_experts, k=shape.k, n=shape.n, experts=shape.experts, top=shape.top, firing=firing, skew=skew,
+            gated=arguments.gated, device=device,
+        )  # fmt: skip
+        self.base = self.draw(1)
+        self.products = 3 if arguments.gated else 2
         self.weight_bytes = 2 * shape.k * shape.n
 
     def problems(self, sequences: int) -> list[Mixture]:
         """Tokens and routes for each call, with the weights of one layer."""
         found = []
         for seed in range(CALLS):
-            sizes = sequences, self.shape.k, 8, self.shape.experts, self.shape.top
-            small = draw_experts(*sizes, seed=seed + 1, device=self.base.x.device)
+            small = draw_experts(
+                sequences, self.shape.k, 8, self.shape.experts, self.shape.top, skew=self.skew, seed=seed + 1,
+                device=self.base.x.device,
+            )  # fmt: skip
             found.append(self.base._replace(x=small.x, expert_ids=small.expert_ids, weights=small.weights))
         return found
 
     @functools.cached_property
     def quantised(self) -> dict[str, Float8]:
         """The weights in e4m3, down weights by rows."""
-        made = {name: twell.quantize(getattr(self.base, name)) for name in ("w_up", "w_down")}
+        given = {name: getattr(self.base, name) for name in ("w_up", "w_down", "w_gate")}
+        made = {name: twell.quantize(weight) for name, weight in given.items() if weight is not None}
         down = made["w_down"]
         made["w_down"] = Float8(down.values.transpose(1, 2).contiguous().transpose(1, 2), down.scale)
         return made
 
     def bar(self, problem: Mixture, weights: str) -> tuple[Tensor, Any]:
         """y of a problem in float64, and the errors of dense products of such weights."""
+        name = self.arguments.activation
         if weights == "bfloat16":
-            right = float64_experts(problem, ACTIVATION)
-            return right, testing.errors(dense_experts(problem, ACTIVATION), right)
+            right = float64_experts(problem, name)
+            return right, testing.errors(dense_experts(problem, name), right)
         wide = {name: record.dequantize(torch.float32) for name, record in self.quantised.items()}
         x = float8.quantize_tokens(problem.x).dequantize(torch.float32)
-        right = float64_experts(problem._replace(x=x, **wide), ACTIVATION)
+        right = float64_experts(problem._replace(x=x, **wide), name)
         given: Any = problem._replace(**self.quantised)  # type: ignore[arg-type]
-        dense = twell.sparse_experts(**given._asdict(), activation=ACTIVATION, strategy="dense")
+        dense = twell.sparse_experts(**given._asdict(), activation=name, strategy="dense")
         return right, testing.errors(dense, right)
 
     def grouped(self, problem: Mixture) -> Callable[[], Tensor]:
@@ -116,8 +130,9 @@ class Layer:
         product: Any = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
 
         def run() -> Tensor:
-            gate = F.relu(product(rows, problem.w_up.transpose(1, 2), offs=ends), inplace=True)
-            y: Tensor = product(gate * gate, down, offs=ends)
+            gate = self.form.after(product(rows, problem.first.transpose(1, 2), offs=ends), inplace=True)
+            up = None if problem.w_gate is None else product(rows, problem.w_up.transpose(1, 2), offs=ends)
+            y: Tensor = product(self.form.hidden(gate, up), down, offs=ends)
             return y
 
         return run
@@ -125,12 +140,12 @@ class Layer:
     def fired_bytes(self, problem: Mixture) -> float:
         """Bytes of the rows behind the gate of neurons that any token fires."""
         rows = sum(int(hidden_of(problem, e)[1].any(0).sum()) for e in problem.expert_ids.unique().tolist())
-        return rows * 2.0 * self.shape.k
+        return rows * 2.0 * self.shape.k * (self.products - 1)
 
     def variants(self, problems: Sequence[Mixture], bench: Bench, touched: float) -> Iterator[Variant]:
         """Grouped products, then calls with weights of each dtype by each strategy."""
         once = touched * self.weight_bytes
-        floors = {"dense": once * PRODUCTS, "row": once + sum(map(self.fired_bytes, problems)) / len(problems)}
+        floors = {"dense": once * self.products, "row": once + sum(map(self.fired_bytes, problems)) / len(problems)}
 
         def floor(name: str, e4m3: bool = False) -> Row:
             moved = floors["dense" if name == "dense" else "row"] / (1 + e4m3)
@@ -150,7 +165,7 @@ class Layer:
                 yield Variant(name, by, len(problems), check=check, note=note_error, fields=floor(strategy, e4m3))
 
     def sparse(self, given: Sequence[Any], strategy: str, _: object) -> Call:
-        options: Any = {"activation": ACTIVATION, "strategy": strategy}
+        options: Any = {"activation": self.arguments.activation, "strategy": strategy}
         return lambda i: (twell.sparse_experts(**given[i]._asdict(), **options),)
 
     def check(
@@ -176,13 +191,13 @@ def cases(bench: Bench) -> Iterator[Case]:
         problems = layer.problems(base["sequences"])
         base["touched"] = sum(len(problem.expert_ids.unique()) for problem in problems) / len(problems)
         rows = bench.timed(base, layer.variants(problems, bench, base["touched"]), [GRAPH])
-        copy = base["touched"] * layer.weight_bytes * PRODUCTS / bench.ceilings.memory * 1e6
+        copy = base["touched"] * layer.weight_bytes * layer.products / bench.ceilings.memory * 1e6
         for row in rows:
             row["over_copy"] = row["us"] and copy / row["us"]
         yield rows
 
-    for name in given.shapes:
-        layer = Layer(given, SHAPES[name], bench.device.torch_device)
+    for name, firing, skew in itertools.product(given.shapes, given.firing, given.skew):
+        layer = Layer(given, SHAPES[name], firing, skew, bench.device.torch_device)
         for sequences in given.sequences:
-            base = {"shape": name, "sequences": sequences, "firing": FIRING, "skew": 0.0}
+            base = {"shape": name, "sequences": sequences, "firing": firing, "skew": skew}
             yield base, functools.partial(measure, base, layer)

@@ -5,7 +5,9 @@
 Each engine is a process of its own. All start side by side, compile and capture; then they take runs of each workload
 in turn, one at a time, since hosts wander. A step is the CUDA graph that the engine captured for so many sequences,
 replayed while all of them decode, and timed by events. Graphs of "auto" know the sparsity_figures of the model's
-configuration. Models are drawn.
+configuration. Models are drawn. Of "nemotron", a Nemotron-H with routed experts, all engines have vLLM's own class:
+
+    python -m profiling.engine --model nemotron --engines stock auto row --work FOLDER --out engine.json
 """
 
 import argparse
@@ -125,7 +127,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--model", choices=DRAWN, default="large", help="(%(default)s)")
-    add("--nnz", type=float, help="mean non-zeros per token (the paper's share)")
+    add("--nnz", type=float, help="mean non-zeros per token of a model without experts (the paper's share)")
     add("--work", type=Path, required=True, metavar="FOLDER", help="for models, logs and caches")
     add("--out", type=Path, required=True, metavar="JSON", help="file for the data")
     all_names, decoded = written(list(ENGINES)), f"sequences that decode ({written(list(SIZES))})"
@@ -148,6 +150,8 @@ def main() -> int:
     sizes, engines = sorted({*CAPTURED, *arguments.sizes}), []
     for name in arguments.engines:
         options: dict[str, Any] = {"max_num_seqs": max(sizes), "max_model_len": LENGTH} | ENGINES[name]
+        if arguments.model == "nemotron":
+            options.pop("model_impl", None)
         if "enforce_eager" not in options:
             options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         # several engines share the GPU, so none takes a share of it

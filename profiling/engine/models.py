@@ -1,6 +1,9 @@
-"""Drawn models to serve, as checkpoints of transformers."""
+"""Drawn models to serve, as checkpoints of transformers: Llamas, and a Nemotron-H with routed experts."""
 
+import argparse
+import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from torch import Tensor, nn
 from profiling.bench import models_random
 from profiling.bench.models_random import LlamaSizes
 from twell import testing
+from twell.testing.experts import FIRING
 
 LENGTH = 2304
 # Correlated output weights would make a model repeat its last token.
@@ -19,11 +23,49 @@ _HEAD_SEED = 20
 PROMPTS = {2048: 64, 128: 512}
 
 
-# By name: the sizes of the paper's 1.5B model, and of layers of Llama-3-8B.
-DRAWN = {
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """Sizes of a Nemotron-H. pattern: a layer for each letter, M of Mamba, * of attention or E of experts.
+
+    heads are those of queries, of ``head`` values; Mamba has ``mamba`` heads of 64 values.
+    """
+
+    hidden: int
+    neurons: int
+    shared: int
+    experts: int
+    top: int
+    heads: int
+    kv: int
+    mamba: int
+    head: int = 128
+    pattern: str = "MEME*EME*E"
+    vocab: int = 32768
+
+
+# By name: the sizes of the paper's 1.5B model, of layers of Llama-3-8B, and of Nemotron 3 Nano, of fewer layers, with
+# half of its experts and of its Mamba heads.
+DRAWN: dict[str, LlamaSizes | Mixed] = {
     "1.5B": LlamaSizes("1.5B", 28, 2048, 5632, 16, vocab=32768, kv=4),
     "large": LlamaSizes("large", 16, 4096, 14336, 32, vocab=32768, kv=4),
+    "nemotron": Mixed(2688, 1856, 3712, 64, 6, 32, 2, 32),
 }
+_KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe"}
+# Column 0 of the residual, which no layer writes, beside others that begin with a deviation of 1. It is the bias of
+# experts, whose squares are small where few neurons fire.
+_CONSTANT, _DOWN = 4.0, 2.0
+_SAMPLE = (4, 128)
+
+
+def sizes(text: str) -> LlamaSizes:
+    """An argparse type: the name of a Llama, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]."""
+    drawn = DRAWN.get(text)
+    if isinstance(drawn, LlamaSizes):
+        return drawn
+    if not re.fullmatch(r"\d+(x\d+){2,4}", text):
+        raise argparse.ArgumentTypeError(f"expected 1.5B, large or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], got {text!r}")
+    shape = models_random.parse_sizes(text)
+    return dataclasses.replace(shape, kv=min(4, shape.heads))
 
 
 def draw(drawn: LlamaSizes, device: str, nnz: float | None = None) -> tuple[Any, dict[int, Tensor]]:
@@ -39,6 +81,84 @@ def draw(drawn: LlamaSizes, device: str, nnz: float | None = None) -> tuple[Any,
         length: models_random.draw_ids(drawn, count, length, pattern.topic, 3 + length)
         for length, count in PROMPTS.items()
     }
+
+
+def draw_mixed(drawn: Mixed, device: str) -> tuple[Any, dict[int, Tensor]]:
+    """A Nemotron-H of random weights whose experts fire for the share ``FIRING``, and ids of its prompts."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    config = NemotronHConfig(
+        vocab_size=drawn.vocab,
+        hidden_size=drawn.hidden,
+        intermediate_size=drawn.neurons,
+        layers_block_type=[_KINDS[letter] for letter in drawn.pattern],
+        num_attention_heads=drawn.heads,
+        num_key_value_heads=drawn.kv,
+        head_dim=drawn.head,
+        mamba_num_heads=drawn.mamba,
+        mamba_head_dim=64,
+        n_groups=drawn.mamba // 4,
+        n_routed_experts=drawn.experts,
+        num_experts_per_tok=drawn.top,
+        moe_intermediate_size=drawn.neurons,
+        moe_shared_expert_intermediate_size=drawn.shared,
+        routed_scaling_factor=2.5,
+        max_position_embeddings=LENGTH,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device(device):
+        model = NemotronHForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    generator = torch.Generator(device).manual_seed(0)
+    _fill(model, generator)
+
+    def ids(*shape: int) -> Tensor:
+        return torch.randint(drawn.vocab, shape, generator=generator, device=device)
+
+    _calibrate(model, ids(*_SAMPLE))
+    return model, {length: ids(count, length) for length, count in PROMPTS.items()}
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw all matrices; norms, and what Mamba has besides, stay."""
+    for name, weight in model.named_parameters():
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        if weight.dim() == 1:
+            continue
+        scale = {"embeddings": weight.shape[-1] ** 0.5, "down_proj": _DOWN}.get(part, 1.0)
+        weight.normal_(std=scale * weight.shape[-1] ** -0.5, generator=generator)
+        if part == "embeddings":
+            weight[:, 0] = _CONSTANT
+        elif part in ("gate", "lm_head"):
+            # the constant prefers no expert and no token
+            weight[:, 0] = 0
+        elif part in ("o_proj", "out_proj", "down_proj"):
+            weight[..., 0, :] = 0
+
+
+@torch.no_grad()
+def _calibrate(model: Any, ids: Tensor) -> None:
+    """Let the share ``FIRING`` of the gates of each layer be positive for these ``ids``, by column 0 of up weights."""
+    quantile = float(torch.special.ndtri(torch.tensor(FIRING, dtype=torch.float64, device="cpu")))
+
+    def set_column(mixer: Any, given: tuple[Tensor, ...]) -> None:
+        x = given[0].flatten(0, -2).float()
+        for up in (mixer.experts.up_proj, mixer.shared_experts.up_proj.weight):
+            # of a gate of independent weights with the deviation 1 / sqrt(hidden)
+            deviation = x[:, 1:].norm(dim=1).mean() * up.shape[-1] ** -0.5
+            up[..., 0] = quantile * deviation / x[:, 0].mean()
+
+    hooks = [layer.register_forward_pre_hook(set_column) for layer in layers(model)]
+    model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+
+
+def layers(model: Any) -> list[Any]:
+    """The layers of experts of a Nemotron-H."""
+    return [layer.mixer for layer in model.model.layers if hasattr(layer.mixer, "experts")]
 
 
 def stock(model: Any) -> Any:
@@ -59,8 +179,13 @@ def stock(model: Any) -> Any:
 
 def write(folder: Path, name: str, nnz: float | None, device: str = "cuda") -> None:
     """Write ``folder``/relu and ``folder``/prompts.json."""
-    llama, prompts = draw(DRAWN[name], device, nnz)
-    stock(llama).save_pretrained(folder / "relu")
+    drawn = DRAWN[name]
+    if isinstance(drawn, Mixed):
+        model, prompts = draw_mixed(drawn, device)
+    else:
+        llama, prompts = draw(drawn, device, nnz)
+        model = stock(llama)
+    model.save_pretrained(folder / "relu")
     (folder / "prompts.json").write_text(json.dumps({length: ids.tolist() for length, ids in prompts.items()}))
 
 

@@ -113,15 +113,27 @@ def step(engine: Any, prompts: list[list[int]], *asked: Any) -> list[Any]:
 # In the process of vLLM's worker
 
 
+def _layers(worker: Any) -> list[Any]:
+    """The FFNs of a model, or the layers of routed experts, with their shared ones, of a Nemotron-H."""
+    layers = worker.get_model().model.layers
+    if hasattr(layers[0], "mixer"):
+        return [layer.mixer for layer in layers if hasattr(layer.mixer, "experts")]
+    return [layer.mlp for layer in layers]
+
+
 def describe(worker: Any) -> dict[str, Any]:
-    """Classes of the model, GiB of its memory, and what "auto" chose: layers by strategy, tokens and kind of call."""
-    layers = [layer.mlp for layer in worker.get_model().model.layers]
+    """Classes of the model, GiB of its memory, and what "auto" chose: layers by strategy, tokens and kind of call.
+
+    "experts": layers of routed experts that twell runs; their shared ones choose.
+    """
+    layers = _layers(worker)
     found: dict[str, Any] = {
         "model": type(worker.get_model()).__name__,
         "layers": sorted({type(layer).__name__ for layer in layers}),
         "allocated_gib": torch.cuda.memory_allocated() / 2**30,
         "most_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "experts": sum(map(_runs_experts, layers)),
         "choices": {},
     }
     if "twell" not in sys.modules:
@@ -134,6 +146,11 @@ def describe(worker: Any) -> dict[str, Any]:
             at = found["choices"].setdefault(f"{row.tokens} {row.graph}".strip(), {})
             at[row.strategy] = at.get(row.strategy, 0) + 1
     return found
+
+
+def _runs_experts(layer: Any) -> bool:
+    methods = (getattr(module, "quant_method", None) for module in layer.modules())
+    return any(type(method).__name__ == "RunsExperts" for method in methods)
 
 
 def replay(worker: Any, tokens: int) -> float | None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from profiling import figures, harness, readme, tables
-from profiling.bench import firing, host, layers, main, others
+from profiling.bench import firing, host, layers, main, others, sae, sae_problem
 from profiling.bench.float8 import Weights
 from profiling.bench.layers import OPS
-from profiling.device import Device
+from profiling.device import Ceilings, Device
 from profiling.harness import Variant, Way
 from tests.cpu.test_bench_workloads import write_layer
 from twell import testing
@@ -30,17 +30,25 @@ TINY = ["-m", "64", "-k", "64", "-n", "264"]
 WORKLOAD = "nnz=9,skew=0.5"
 # words of each bench, small
 BENCHES = {
-    "ffn": ["ffn,train", *TINY, "--workload", "topic29", "--memory"],
+    "ffn": ["ffn,train,decode", *TINY, "--workload", "topic29", "--m-decode", "1,8", "--memory"],
     "moe": ["moe", "--shapes", "tiny", "--sequences", "1", "9", "--weights", "bfloat16", "e4m3"],
     "float8": ["float8", "--m", "3", "130", "--k", "64", "--n", "160"],
+    "sae": ["sae", "--hidden", "64", "--neurons", "256", "--tokens", "300", "--nonzeros", "8", "--top-k", "8"],
     "firing": ["firing", "--m", "1", "16"],
     "host": ["host"],
+    "adapters": ["adapters", "--m", "64", "--k", "64", "--n", "264", "--workload", "nnz=9", "--compile", "none"],
+    "portable": ["portable", "--m", "130", "--sizes", "64", "264", "--workload", "nnz=9"],
+    "generate": [
+        *("generate", "--model", "2x64x256x2x256", "--nnz", "8", "--prompts", "1", "--prompt", "128"),
+        *("--new", "3", "--rounds", "1", "--sequences", "2", "--caches", "eager"),
+    ],
 }
 # the variants of each bench, in order, of its first case
 VARIANTS = {
     "ffn": ["dense eager", "ffn"],
     "moe": ['"row"', '"dense"', '"auto"', 'e4m3 "row"', 'e4m3 "dense"', 'e4m3 "auto"'],
     "float8": ["dense fp8, one product", "dense fp8, two products", "bfloat16 dense", '"row"', '"union"', '"dense"'],
+    "sae": ["dense eager", '"row"', '"union"', '"auto"', '"union+screen"'],
     "host": ["dense", "auto", "row", "union", "function"],
 }
 
@@ -50,6 +58,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replay as few times as possible, and make layers small."""
     monkeypatch.setattr(timing, "WARM_ROUNDS", 1)
     monkeypatch.setattr(timing, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(layers, "CALLS", 2)
     monkeypatch.setattr(firing, "LAYERS", ((64, 256, False), (64, 256, True)))
     small: dict[str, Any] = {"HIDDEN": 64, "NEURONS": 264, "FEW": 8}
     small["HOST_CALLS"] = ((host.FORWARD, 16), (host.ONE_THREAD, 32), (host.STEP, 32))
@@ -88,9 +97,13 @@ def time_of(row: dict[str, Any]) -> Any:
 # the tables of each bench
 TABLES: dict[str, Callable[[], str]] = {
     "moe": readme.experts,
+    "sae": readme.autoencoders,
     "firing": figures.few_by_share,
     "host": figures.host_times,
+    "adapters": readme.adapters,
+    "portable": readme.portable_calls,
     "float8": lambda: readme.e4m3_speed("float8"),
+    "generate": readme.generate,
 }
 
 
@@ -115,6 +128,9 @@ def test_every_bench_has_checked_and_timed_rows(
         # grouped products need a GPU
         rows = [row | {"over_grouped": 1.0} for row in rows if not row["variant"].startswith("e4m3")]
         rows += [row | {"variant": "grouped products"} for row in rows if row["variant"] == '"auto"']
+    if name == "sae":
+        rows = [row | {"peak_bytes": 1} for row in rows]
+        rows += [row | {"variant": "dense compiled"} for row in rows if row["variant"] == "dense eager"]
     for module in (figures, readme, tables):
         monkeypatch.setattr(module, "result", lambda _: found.data | {"rows": rows})
     monkeypatch.setattr(figures, "HOST_LAYERS", ((64, 264),))
@@ -176,13 +192,14 @@ def test_layers_of_others_are_checked_and_timed(
 
 
 def test_layers_by_every_strategy(bench: Callable[..., Result]) -> None:
-    words = ("--workload", WORKLOAD, "--strategy", "row,union,dense,auto,union+screen")
+    words = ("--workload", WORKLOAD, "--strategy", "row,union,dense,auto,union+screen", "--m-decode", "1,8")
     result = bench(",".join(OPS), *TINY, *words)
     assert result.code == 0, result.out
     for row in result.rows:
         assert row["p10_ms"] <= row["ms"] <= row["p90_ms"]
         assert row["floor_ms"] > 0
-        assert row["queued_ms"] > 0 < row["waited_ms"]
+        # eager calls of the whole layer alone, beside dense's
+        assert [bool(row.get(f"{way}_ms")) for way in ("queued", "waited")] == ["decode" not in row["variant"]] * 2
         assert (row["k"], row["n"], row["m"], row["workload"]) == (64, 264, 64, WORKLOAD)
     ours = [row for row in result.rows if row["variant"] in OPS]
     for row in ours:
@@ -199,7 +216,7 @@ def test_layers_by_every_strategy(bench: Callable[..., Result]) -> None:
     }
     # "row" and "union" train alike; the pattern fits, so nothing overflows
     steps = {("train", 64, *each) for each in named - {("row", "row")}}
-    assert ran == {("ffn", 64, *each) for each in named} | steps
+    assert ran == {(op, m, *each) for op, m in (("ffn", 64), ("decode", 1), ("decode", 8)) for each in named} | steps
     assert (result.data["arguments"]["workload"], result.data["arguments"]["ops"]) == ([WORKLOAD], list(OPS))
     assert result.data["ceilings"].keys() == {"tflops", "memory_tbs"}
 
@@ -251,20 +268,21 @@ def test_a_wrong_result_or_gradient_is_red_and_has_no_time(
         return y
 
     monkeypatch.setattr(SparseFFN, "forward", wrong_forward)
-    words = ("--workload", WORKLOAD, "--strategy", "row,union")
-    result = bench("ffn,train", *TINY, *words)
+    words = ("--workload", WORKLOAD, "--strategy", "row,union", "--m-decode", "4")
+    result = bench("ffn,decode,train", *TINY, *words)
     assert result.code == 1
     reds = {row["variant"]: row for row in result.rows if row["red"]}
-    assert reds.keys() == {"ffn", "train"}
+    assert reds.keys() == {"ffn", "decode", "train"}
     assert " with l1: error" in reds["train"]["red"]
-    assert reds["ffn"]["requested"] == "union"
-    assert reds["ffn"]["red"].endswith("times dense")
-    assert reds["ffn"]["frobenius"] > 1.1 * reds["ffn"]["dense_frobenius"]
+    for variant in ("ffn", "decode"):
+        assert reds[variant]["requested"] == "union"
+        assert reds[variant]["red"].endswith("times dense")
+        assert reds[variant]["frobenius"] > 1.1 * reds[variant]["dense_frobenius"]
     for row in reds.values():
         assert_no_speed(row)
     assert all(row["ms"] for row in result.rows if not row["red"])
-    assert f"2 of {len(result.rows)} rows are red" in result.err
-    assert len([line for line in result.out.splitlines() if "RED" in line]) == 2
+    assert f"3 of {len(result.rows)} rows are red" in result.err
+    assert len([line for line in result.out.splitlines() if "RED" in line]) == 3
 
 
 def test_a_wrong_dense_layer_is_no_baseline(bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,12 +417,58 @@ def test_memory_is_measured_for_training_and_on_request(
     memory: bool, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness, "Device", Known)
-    words = [*TINY, "--workload", WORKLOAD, *(["--memory"] if memory else [])]
-    found = bench("ffn,train", *words).rows
+    words = [*TINY, "--workload", WORKLOAD, "--m-decode", "2", *(["--memory"] if memory else [])]
+    found = bench("ffn,decode,train", *words).rows
     steps = {"train", "dense eager train"}
     assert {row["variant"] for row in found if row.get("kept_bytes") == 1024} == steps
     peaks = {row["variant"] for row in found if row.get("peak_bytes") == 4096}
     assert peaks == ({row["variant"] for row in found} if memory else steps)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cache", [0, 1_000_000])
+def test_decode_leaves_no_gate_in_the_cache(monkeypatch: pytest.MonkeyPatch, cache: int) -> None:
+    """A sparse call reads the gate's weight and a few rows of the others."""
+    monkeypatch.setattr(layers, "CALLS", 32)
+
+    class Cached(Device):
+        def copies_for(self, bytes_each: int) -> int:
+            return timing.copies_for(bytes_each, cache)
+
+    stand_in: Any = SimpleNamespace(given={"memory": False}, device=Cached(), ceilings=Ceilings(1e12, 1e11))
+    problem = testing.pattern_problem(torch.ones(64, 64, dtype=torch.int64), 64)
+    ((_, forward),) = layers.few_tokens(layers.Layer(problem, stand_in, None), [8])
+    gates = [weights.w_gate for weights in forward.weights]
+    assert len({gate.data_ptr() for gate in gates}) == len(gates)
+    assert sum(gate.numel() * gate.element_size() for gate in gates) >= 2 * cache
+    for variant in forward.variants("decode", ["row"]):
+        assert variant.copies >= 32
+        # each copy is visited as often as the others
+        assert variant.copies % len(gates) == 0
+
+
+@pytest.mark.parametrize("what", [host.STEP, host.ONE_THREAD])
+def test_a_step_has_all_gradients_and_leaves_none(
+    what: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In "one thread" autograd runs without its own."""
+    threads, found = [], []
+    plain = host.Dense.forward
+
+    def watched(layer: host.Dense, x: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            threads.append(torch.autograd.is_multithreading_enabled())
+            for tensor in (x, *layer.parameters()):
+                assert tensor.grad is None
+                tensor.register_post_accumulate_grad_hook(lambda t: found.append(tuple(t.shape)))
+        return plain(layer, x)
+
+    monkeypatch.setattr(host.Dense, "forward", watched)
+    monkeypatch.setattr(host, "HOST_CALLS", ((what, 16),))
+    assert bench("host", "--parts", "host").code == 0
+    assert set(threads) == {what == host.STEP}
+    assert torch.autograd.is_multithreading_enabled()
+    assert set(found) == {(16, 64), (264, 64), (64, 264)}
 
 
 def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +480,7 @@ def test_a_ratio_is_the_median_of_those_of_each_turn(monkeypatch: pytest.MonkeyP
     assert (ours["ms"], ours["over"]) == (0.5, 2.0)
 
 
-# e4m3
+# e4m3 and autoencoders
 
 
 def test_dense_products_copy_no_weight() -> None:
@@ -439,6 +503,34 @@ def test_a_wrong_layer_in_e4m3_has_no_time(bench: Callable[..., Result], monkeyp
     assert rows['"row"']["red"].startswith("y: error 2")
     assert rows['bfloat16 "row"']["red"].startswith("ZeroDivisionError")
     assert rows["bfloat16 dense"]["us"] > 0
+
+
+DRAWN = {"m": 600, "k": 64, "nonzeros": 8.0, "top_k": 8}
+
+
+def test_autoencoders_fire_as_asked() -> None:
+    counts = {}
+    for pattern in sae_problem.PATTERNS:
+        o = sae_problem.draw(pattern, 2048, CPU, **DRAWN)
+        pre = ((o.x - o.b_dec) @ o.w_enc.t()).detach()
+        assert float(pre.float().std()) == pytest.approx(1, abs=0.02)
+        counts[pattern] = sae_problem.codes(o).sum(0)
+        assert float(counts[pattern].sum()) / 600 == pytest.approx(8, rel=0.1)
+    # the busiest hundredth of the neurons
+    share: Any = {name: float(c.sort(descending=True).values[:20].sum() / c.sum()) for name, c in counts.items()}
+    assert share["even"] < 0.05 < 0.3 < share["skewed"]
+
+
+@pytest.mark.parametrize("pattern", sae_problem.PATTERNS)
+def test_a_wrong_autoencoder_does_not_agree(
+    pattern: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In y and in training, and dense PyTorch's choice among equal codes is none."""
+    right = sae_problem.sparse
+    monkeypatch.setattr(sae, "sparse", lambda *given, **named: right(*given, **named) * 1.1)
+    rows = bench(*BENCHES["sae"], "--patterns", pattern, "--strategies", "union").rows
+    assert [bool(row["red"]) for row in rows] == [False, True] * 2
+    assert_no_speed(rows[1])
 
 
 def test_a_wrong_or_undefined_output_does_not_agree() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import twell
 from profiling import everything, measurements
 from profiling.measurements import Measurement
 
@@ -76,6 +77,16 @@ def test_every_published_file_is_listed_once() -> None:
         assert used & {"OUT", "FOLDER"}, each.name
 
 
+def test_results_are_made_in_order_and_once(add: Callable[..., None], run: Callable[..., Any], tmp_path: Path) -> None:
+    add("a", ('{"n": 1}', 0))
+    add("b", ("", 0), ('{"n": 2}', 0))
+    status, said, found = run()
+    assert (status, found) == (0, {"a": {"n": 1}, "b": {"n": 2}})
+    assert said.index("everything: a: command 1 of 1") < said.index("everything: b: command 1 of 2")
+    assert run()[0] == 0
+    assert (calls(tmp_path, "a"), calls(tmp_path, "b")) == (1, 2)
+
+
 def test_what_does_not_fit_is_left_for_the_next_call(
     add: Callable[..., None], run: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -95,10 +106,10 @@ def test_red_results_are_kept_and_faults_repeated(
     add("fault", ("", 1))
     add("request", ("", 2))
     add("good", ("{}", 0))
-    for failed in ("red, fault, request", "fault, request"):
+    for _ in range(2):
         status, said, found = run()
         assert status == 1
-        assert f"failed or red: {failed};" in said
+        assert "failed or red: red, fault, request" in said
         assert sorted(found) == ["good", "red"]
     assert {name: calls(tmp_path, name) for name in ("red", "fault", "request", "good")} == {
         "red": 1,
@@ -119,3 +130,28 @@ def test_inputs_that_are_missing(add: Callable[..., None], run: Callable[..., An
     assert run("plain", "real") == (2, said, {})
     assert list(run("--real", str(tmp_path))[2]) == ["plain", "real"]
     assert "NAME must be one of real, plain, got nothing" in run("nothing")[1]
+
+
+def test_the_list_has_what_is_older(
+    add: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(everything, "present", lambda: "0123456789ab")
+    for name in ("old", "new", "missing", "host", "host now", "dated"):
+        add(name, ("{}", 0), host=name.startswith("host"), dated=name == "dated")
+    (tmp_path / "results").mkdir()
+    now, version = "0123456789ab", twell.__version__
+    for name, kernels, of in (
+        *(("old", "ba9876543210", version), ("new", now, "0.1.0")),
+        *(("host", now, "0.1.0"), ("host now", now, version)),
+        ("dated", "ba9876543210", "0.1.0"),
+    ):
+        text = json.dumps({"machine": f"NVIDIA H200; twell {of}; kernels {kernels}; commit 1"})
+        (tmp_path / "results" / f"{name}.json").write_text(text)
+    assert everything.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines] == ["old", "missing", "host", "in"]
+    assert lines[0].endswith("of kernels ba9876543210")
+    assert lines[1].endswith("not measured yet")
+    # what the host costs depends on more than kernels
+    assert lines[2].endswith("of kernels 0123456789ab, version 0.1.0")
+    assert "15 s in all; kernels 0123456789ab" in lines[3]

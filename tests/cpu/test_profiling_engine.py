@@ -9,10 +9,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
 from profiling.engine import __main__ as engine
+from profiling.engine import models
+
+
+def test_a_drawn_model_of_experts_fires() -> None:
+    sizes = models.Mixed(256, 192, 384, 8, 3, 4, 2, 4, head=64, pattern="ME*E", vocab=512)
+    model, prompts = models.draw_mixed(sizes, "cpu")
+    assert {length: len(ids) for length, ids in prompts.items()} == models.PROMPTS
+    experts = models.layers(model)
+    firing: list[tuple[int, float]] = []
+
+    def count(up: Any, given: Any, gates: torch.Tensor) -> None:
+        firing.append((gates.shape[-1], (gates > 0).float().mean().item()))
+
+    def count_routed(mixer: Any, given: Any) -> None:
+        for weight in mixer.experts.up_proj:
+            count(None, None, given[0] @ weight.t())
+
+    for mixer in experts:
+        mixer.shared_experts.up_proj.register_forward_hook(count)
+        mixer.register_forward_pre_hook(count_routed)
+    with torch.no_grad():
+        hidden = model(prompts[128][:4], use_cache=False, output_hidden_states=True).hidden_states
+    # no layer writes the column that stands for a bias
+    assert all(each[..., 0].eq(4).all() for each in hidden[:-1])
+    assert sorted(neurons for neurons, _ in firing) == [192] * 16 + [384] * 2
+    assert all(0.08 < share < 0.11 for _, share in firing), firing
 
 
 # Answers each request, and notes when it began and ended; the second one ends an engine that "dies".

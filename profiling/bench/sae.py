@@ -1,0 +1,123 @@
+"""``python -m profiling.bench sae``: a sparse autoencoder beside dense PyTorch, forward and in training."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiling.bench.layers import COMPILE, SCREENED
+from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Autoencoder, codes, dense, draw, right, sparse
+from profiling.harness import Bench, Case, Row, Settled, Variant, Way, agrees
+from twell.choose.plan import route_of
+from twell.commands.request import at_least, number_above
+from twell.commands.timing import Call
+
+NAME = "profiling.bench sae"
+DESCRIPTION = """\
+Time a sparse autoencoder, y = a W_dec + b_dec of pre = (x - b_dec) W_enc + b_enc, by twell.sparse_ffn beside dense
+PyTorch. "even" and "skewed" are JumpReLU: a is pre where it exceeds the threshold of its neuron. Each neuron fires
+alike, or at a log-normal rate: ln(rate) has a standard deviation of 2, and no rate exceeds 0.5. "topk" is ReLU of the
+largest of each token; dense PyTorch scatters torch.topk. A training step has the gradients of weights and biases, that
+of b_dec through y alone, and not of x. A right result differs from dense PyTorch's, for the first of equal codes, by at
+most 2 % in norm, in training by 5 %.
+
+ms is the median of CUDA graphs, queued_ms of eager calls among many in a row. peak_bytes is of a training step, with
+weights, gradients, x and dy.
+"""
+OPS = ("forward", "training")
+STRATEGIES = ("row", "union", "auto", SCREENED)
+# "topk" is for up to so many neurons
+MOST_TOPK = 65_536
+
+
+GRAPH, QUEUED = Way("graph", "ms", "over_dense"), Way("queued", "queued_ms", "queued_over_dense", share=0.5, least=4)
+SHOWN = (
+    "pattern", "op", "n", "variant", "strategy", "nonzeros", "ms", "over_dense", "queued_ms", "queued_over_dense",
+    "peak_bytes",
+)  # fmt: skip
+
+
+OPTIONS = {
+    "--neurons": (at_least(8), [16_384, 65_536, 262_144], "of the autoencoder"),
+    "--hidden": (at_least(8), 2304, "size of x"),
+    "--tokens": (at_least(1), 8192, "of a call"),
+    "--nonzeros": (number_above(0), 60.0, "per token"),
+    "--top-k": (at_least(1), 64, 'of "topk"'),
+    "--patterns": (PATTERNS, list(PATTERNS), "of the codes"),
+    "--ops": (OPS, list(OPS), "operations"),
+    "--strategies": (STRATEGIES, list(STRATEGIES), "of twell"),
+    "--compile": (COMPILE, None, "torch.compile's mode for dense (default; none on a CPU)"),
+    "--no-eager": (bool, False, "graphs alone, without eager calls"),
+}
+SECONDS = 2.0
+
+
+class Measured:
+    """The variants of one operation on one autoencoder: checked, then timed in turn."""
+
+    def __init__(self, o: Autoencoder, kept: Tensor, op: str, bench: Bench) -> None:
+        self.o, self.kept, self.op, self.device, self.given = o, kept, op, bench.device, bench.given
+        self.copies = self.device.copies_for(o.x.numel() * o.x.element_size())
+        self.x, self.dy = ([t, *(t.clone() for _ in range(self.copies - 1))] for t in (o.x, o.dy))
+
+    def by(self, layer: Callable[..., Tensor]) -> Callable[[Any], Call]:
+        """The operation on the i-th copy by a strategy: y, and in training the gradients."""
+        parameters = [getattr(self.o, name) for name in PARAMETERS]
+
+        def call(strategy: Any) -> Call:
+            asked = {"strategy": route_of(strategy) if strategy == SCREENED else strategy} if strategy else {}
+
+            def forward(i: int) -> tuple[Tensor, ...]:
+                return (layer(self.x[i % self.copies], o=self.o, **asked),)
+
+            @torch.enable_grad()
+            def step(i: int) -> tuple[Tensor, ...]:
+                (y,) = forward(i)
+                return y.detach(), *torch.autograd.grad(y, parameters, self.dy[i % self.copies])
+
+            return forward if self.op == "forward" else step
+
+        return call
+
+    def variants(self) -> Iterator[Variant]:
+        """Dense PyTorch, then the strategies."""
+        plain, mode = self.o.thresholds is not None, self.given["compile"]
+        # torch.topk keeps whichever of equal values it likes
+        answer = self.by(functools.partial(right, kept=self.kept))("")(0)
+        ours = agrees(lambda i: answer, self.op == "training")
+        check = ours if plain else None
+        yield Variant("dense eager", self.by(dense), self.copies, "", check, self.note)
+        if mode != "none":
+            options: Any = {"fullgraph": True, "dynamic": False, "mode": None if mode == "default" else mode}
+            yield Variant("dense compiled", self.by(torch.compile(dense, **options)), self.copies, "", check, self.note)
+        # in training they are the same; TopK chooses among whole gates, without the screen
+        asked = ["union" if name == "row" and self.op == "training" else name for name in self.given["strategies"]]
+        for name in dict.fromkeys(name for name in asked if name != SCREENED or plain):
+            yield Variant(f'"{name}"', self.by(sparse), self.copies, name, ours, self.note)
+
+    def note(self, row: Row, settled: Settled, errors: object) -> None:
+        peak = self.device.peak(settled.now) if self.op == "training" and not row["red"] else None
+        if peak is not None:
+            row["peak_bytes"] = peak + sum(t.numel() * t.element_size() for t in self.o if isinstance(t, Tensor))
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    given = bench.arguments
+    bench.given["compile"] = given.compile or ("default" if bench.device.torch_device.type == "cuda" else "none")
+    torch._dynamo.config.recompile_limit = 256
+    sizes = {"m": given.tokens, "k": given.hidden, "nonzeros": given.nonzeros, "top_k": given.top_k}
+    ways = [GRAPH] if given.no_eager else [GRAPH, QUEUED]
+
+    def measure(pattern: str, n: int) -> Iterator[list[Row]]:
+        o = draw(pattern, n, bench.device.torch_device, **sizes)
+        kept = codes(o)
+        for op in given.ops:
+            base = {"pattern": pattern, "op": op, "n": n, "nonzeros": float(kept.sum()) / len(kept)}
+            yield bench.timed(base, Measured(o, kept, op, bench).variants(), ways)
+
+    for n, pattern in itertools.product(given.neurons, given.patterns):
+        if pattern != "topk" or n <= MOST_TOPK:
+            yield {"pattern": pattern, "n": n}, functools.partial(measure, pattern, n)
