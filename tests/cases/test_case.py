@@ -261,7 +261,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], list[tuple[str, str]], Callable[[Op], O
     "words": (("pack",), [(OP, "gate_pack")], changes(lambda out, given: out[0][:1, :1].add_(1)), ""),
     "spilled words": (("pack",), [(OP, "gate_pack")], changes(loses_the_last_entry), "words"),
     "statistics": (("pack",), [(OP, "gate_pack")], changes(lambda out, given: out[2][..., 1].add_(1)), "stats"),
-    "lists": (("kept",), [("twell.ops.hybrid", "encode")], changes(lists_one_less), "sizes"),
+    "lists": (("kept",), [("twell.ops.hybrid_cpu", "encode")], changes(lists_one_less), "sizes"),
 }  # fmt: skip
 
 

@@ -464,16 +464,16 @@ def other_memory(model: Any) -> None:
 @pytest.mark.parametrize("change", [replaced, assigned, other_memory])
 def test_backward_is_of_the_parameters_of_forward(change: Callable[[Any], None], given: bool) -> None:
     found = []
-    for dense in (False, True):
-        model = adapted(dtype=torch.float64)
+    for changes in (False, True):
+        model = adapted()
         if given:
             hooked_gate(model)
-        model = by_peft(model) if dense else model
-        x = tokens(torch.float64).requires_grad_()
+        x = tokens().requires_grad_()
         y = model(x)
-        change(model)
+        if changes:
+            change(model)
         found.append(torch.autograd.grad(y.sum(), x)[0])
-    assert error(*found) <= 1e-13
+    assert torch.equal(*found)
 
 
 def test_functional_calls_have_the_gradients_of_their_parameters() -> None:
