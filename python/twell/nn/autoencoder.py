@@ -252,7 +252,8 @@ class SparseAutoencoder(nn.Module):
 
     def _centred(self, x: Tensor) -> Tensor:
         self._require("x", x, self.d_in)
-        return x - self.b_dec if self.apply_b_dec_to_input else x
+        # of a view in three dimensions PyTorch rounds the product before it adds the bias, and so may choose others
+        return (x - self.b_dec if self.apply_b_dec_to_input else x).contiguous()
 
     def _level(self) -> Tensor:
         """The threshold of each neuron, at least 0, with its gradient."""
