@@ -315,7 +315,7 @@ VERDICTS = {
     "odd": ([layer_of(2, 0.05, 160, 2048)], "Verdict: far from what was measured (7 times beyond), twell "),
     "small": (
         [layer_of(2, 0.05, 64, 320)],
-        "Verdict: none: FFNs are too far from all measured",
+        "Verdict: none: FFNs are too far from what was measured",
     ),
     "in e4m3": ([layer_of(20, 0.05, float8=True)], "Verdict: twell pays on NVIDIA H200 for FFNs in decoding 1"),
     "small in e4m3": ([layer_of(2, 0.05, 64, 320, float8=True)], "Verdict: none: "),
@@ -379,7 +379,7 @@ def test_the_command_reports_the_figures_of_the_stock_model(kind: str, tmp_path:
         f"{'gated' if kind == 'llama' else 'non-gated'} ReLU layers, K = 64, N = 320\nText: 640 tokens of 1 file, 5 seq"
     )
     assert said in printed
-    assert printed.splitlines()[-1].startswith("Verdict: none: FFNs are too far from all measured")
+    assert printed.splitlines()[-1].startswith("Verdict: none: FFNs are too far from what was measured")
     # each layer's line says what its figures are, and each call's what its rows sum up to
     lines = {cells[0]: cells for line in printed.splitlines() if (cells := line.split())}
     for row, pattern in zip(data["layers"], fired, strict=True):
@@ -401,7 +401,7 @@ def test_another_activation(words: Path, tmp_path: Path, capsys: Any) -> None:
     for part in ("No --json: there are no zeros", "layers with SiLU, which makes no zeros"):
         assert part in printed
     assert not list(tmp_path.glob("a.*"))
-    assert printed.splitlines()[-1].startswith("Verdict: none: layers are too far from all")
+    assert printed.splitlines()[-1].startswith("Verdict: none: layers are too far from what was")
     for activation, named in (("relu", "ReLU"), ("relu2", "squared ReLU"), ("drelu", "dReLU")):
         assert run(analyze, folder, "--text", words, "--tokens", 300, "--activation", activation) == 0
         printed = capsys.readouterr().out

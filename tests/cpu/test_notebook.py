@@ -23,7 +23,7 @@ def test_the_first_hour_runs(
     assert l0[0] > 200
     assert 20 < l0[-1] < 36
     shown = capsys.readouterr().out
-    for expected in ("must apply ReLU, got SiLU", "too far from all measured", "(Halved) cannot be run sparse"):
+    for expected in ("must apply ReLU, got SiLU", "too far from what was measured", "(Halved) cannot be run sparse"):
         assert expected in shown
     # what readers see before they run it
     assert all(cell["outputs"] for cell in cells)

@@ -84,6 +84,20 @@ class TestCache:
         assert mode(folder) == mode(folder.parent) == 0o700
         assert sorted(path.suffix for path in folder.iterdir()) == [".lock", ".so"]
 
+    def test_an_entry_that_is_cut_short_is_built_again(
+        self, compiler: Compiler, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        content = b""
+        for size in (0, -1):
+            packaged.require_whole.cache_clear()
+            entry = cache.open_folder() / f"{SPEC.symbol}.so"
+            entry.unlink(missing_ok=True)
+            entry.write_bytes(content[:size])
+            assert cache.load(SPEC)() == 42
+            content = entry.read_bytes()
+        assert len(compiler.compiled) == 2
+        assert caplog.text.count("is cut short, and is built again") == 2
+
     def test_an_entry_that_this_process_cannot_load_is_named(self, compiler: Compiler, folder: Path) -> None:
         cache.load(SPEC)
         (entry,) = entries(folder)
@@ -236,11 +250,12 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda content: b"text, and enough of it" * 100, "invalid ELF header"),
-        (lambda content: content[:40], "file too short"),
+        (lambda content: b"text, and enough of it" * 100, "is not a library"),
+        (lambda content: content[:40], "is not a library"),
+        (lambda content: content[:-1], "is cut short: expected at least"),
         (lambda content: content[:18] + b"\x00\x00" + content[20:], "cannot load kernel"),
     ],
-    ids=["text", "part of a header", "another machine"],
+    ids=["text", "part of a header", "all but a byte", "another machine"],
 )
 def test_a_damaged_library_is_reported_once_and_replaced(
     damage: Callable[[bytes], bytes], text: str, library: Path, compiler: Compiler, caplog: pytest.LogCaptureFixture

@@ -251,6 +251,19 @@ def test_what_needs_the_whole_hidden_state_is_refused_while_it_is_dropped() -> N
             pair(tokens())
 
 
+def test_explain_says_that_an_adapter_took_the_hidden_state() -> None:
+    model = take(nn.Sequential(Residual()), strategy="union").bfloat16()
+    base = model[0].fc1
+    for module, strategy in ((base, "union"), (Adapter(base), "dense"), (base, "union")):
+        model[0].fc1 = module
+        model(tokens(BF16))
+        (row,) = twell.explain(model)
+        assert (row.strategy, "__add__ used what the first of the pair fc1, fc2 returns" in row.reason) == (
+            strategy,
+            strategy == "dense",
+        )
+
+
 def test_inputs_and_modes_that_change_between_the_layers_are_refused() -> None:
     block = take(nn.Sequential(Residual()))[0]
     x = torch.randn(3, K)

@@ -13,6 +13,7 @@ import transformers
 from neighbours import assert_near, causal_model, logits, sparse_model, strategies, token_ids
 from torch import Tensor
 
+import twell
 import twell.integrations.transformers as twell_hf
 
 GATED = ["gate_proj", "up_proj", "down_proj"]
@@ -130,3 +131,18 @@ def test_an_activation_that_is_changed_beside_adapters_is_in_the_configuration()
     model = twell_hf.sparsify(adapted(silu, GATED), activation="relu", strategy="union")
     assert model.get_base_model().config.hidden_act == "relu"
     assert strategies(model) == {"union"}
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("how", ["merged", "disabled", "active"])
+def test_what_a_layer_with_adapters_returns_may_change_in_place(how: str, tokens: int) -> None:
+    layer = twell.nn.SparseGatedMLP(64, 128, strategy="row", dtype=torch.bfloat16)
+    model = adapted(torch.nn.Sequential(layer), GATED).bfloat16().requires_grad_()
+    if how == "merged":
+        model.merge_adapter()
+    elif how == "disabled":
+        model.disable_adapter_layers()
+    y = model(torch.randn(tokens, 64).bfloat16().requires_grad_())
+    y.relu_()
+    y.sum().backward()
+    assert layer.down_proj.weight.grad is not None

@@ -129,7 +129,7 @@ def load(
     # before the slow part
     for path in arguments.text:
         if not path.is_dir():
-            _text(path, 1 << 12)
+            _text(path, _CHARACTERS * arguments.tokens)
     try:
         from transformers import AutoTokenizer
 
@@ -309,6 +309,8 @@ def _documents(paths: Sequence[Path], most: int) -> Iterator[str]:
 def _text(path: Path, most: int) -> str:
     """The first characters of a file of UTF-8; RequestError if it cannot be read, is blank or is no text."""
     try:
+        if path.exists() and not path.is_file():
+            raise RequestError(f"--text: expected a text file or a folder, got {str(path)!r} (neither)")
         with path.open(encoding="utf-8") as file:
             text = file.read(most)
         why = "a zero byte" if "\0" in text else "" if text.strip() else "it is blank"

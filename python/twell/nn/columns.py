@@ -86,7 +86,8 @@ def beside(x: Tensor, other: Tensor | None, width: int) -> Tensor:
 def narrowed(y: Tensor, raising: Tensor | None, k: int) -> Tensor:
     """``y[:, :K] + y[:, K : K + r] @ raising^T`` for y [M, K + R]; y if it is no wider than K."""
     if y.shape[1] == k or raising is None:
-        return y[:, :k].contiguous()
+        # a view of an output of a node may not change in place
+        return y if y.shape[1] == k else y[:, :k].clone(memory_format=torch.contiguous_format)
     return torch.addmm(y[:, :k], y[:, k : k + raising.shape[1]], raising.t())
 
 
@@ -128,7 +129,7 @@ class ReadFFN(torch.autograd.Function):
         *of_biases, of_gate = needs[-4:]
         of_x, found = needs[len(sources)], [None] * len(sources)
         k, wanted = matrices[2].lengths[0], [matrix.wanted(needs) for matrix in matrices]
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(anchor.device.type, enabled=False):
             w_gate, w_up, w_down = (matrix.read(sources) for matrix in matrices[:3])
             upstream = None if dy is None else beside(dy, raising, len(w_down))
             asked = of_x or wanted[3], *wanted[:3], *of_biases, of_gate

@@ -41,7 +41,10 @@ def rows(name: str, layer: Any, block: Any) -> list[Choice]:
 
 
 def bypassed(name: str, layer: Any, block: Any) -> list[Choice]:
-    """The row of a layer with a ``forward`` of others, or half of a pair whose ``block`` has one; else none."""
+    """The row of a layer that others bypass, by a ``forward`` of the layer or of a pair's ``block``; else none."""
+    if used_by := getattr(getattr(layer, "up_proj", None), "used_by", ""):
+        why = f"{used_by} used what the first of the pair {', '.join(layer.names)} returns, in its last call"
+        return [Choice(name, "any", "any", "", "dense", why)]
     for what, module in (("layer", layer), ("block of the pair", block)):
         own = inspect.unwrap(type(module).forward)
         # wrappers of accelerate and torch.compile name what they call

@@ -101,6 +101,7 @@ class Deferred:
         if self._up.must:
             raise NotImplementedError(f"{why or 'a dropout'} uses it")
         if why and not modes.compiling():
+            vars(self._up)["used_by"] = why
             warn_once(f"a twell pair runs dense: {why} uses what its fc1 or its activation returns")
         y = self._up.product(self.taken(), self._weight, self._bias)
         self._made = y if self._act is None else activated(self._act, y)
@@ -168,6 +169,8 @@ class DeferredUp(SharedLinear):
     _casts = False
     # whether anything but ``fc2`` that needs it is an error
     must = False
+    # what else used it in the last eager call; "" where ``fc2`` did
+    used_by = ""
 
     def forward(self, x: Tensor) -> Any:
         """x [..., hidden] -> [..., intermediate], deferred unless a hook, say, is to see it."""
@@ -229,6 +232,8 @@ class PairDown(nn.Module):
             )
         if type(x) is Deferred:
             if x.is_of(self) and not _hooks_of_others(self):
+                if self.up_proj.used_by and not modes.compiling():
+                    del self.up_proj.used_by
                 return super().__call__(x.taken(), *args, **kwargs)
             x = x.value("fc2, which has hooks or is of another pair,")
         self._require_alone(args or kwargs)
@@ -297,7 +302,8 @@ class SparseDown(PairDown, SparseMLP, SharedLinear):  # type: ignore[override]
         return bool(up.defers()) and all(map(behaves, self._parameters.values()))
 
     def _readings(self) -> list[Projection | str]:
-        return ["of a twell pair has hooks, or weights that are not plain nn.Parameters"] * 2
+        pair = f"of the pair {', '.join(self.names)}: one has hooks, or weights that are not plain nn.Parameters"
+        return [pair, pair]
 
     def _project(self, name: str, x: Tensor) -> Any:
         # the layer's own product, as if it were no part of a pair

@@ -2,7 +2,7 @@
 
 The fingerprint covers the kernel sources, the DSL, tvm-ffi, the toolkit and the architecture. Only the user can write
 there (mode 0700, checked). A build holds a file lock and ends in a rename, so other processes wait for it and see all
-of it or nothing.
+of it or nothing. An entry that is cut short is built again.
 """
 
 import fcntl
@@ -90,18 +90,28 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def _entry(folder: Path, spec: specs.Spec, arch: str) -> Path:
-    """The entry of ``spec``, built if there is none."""
+    """The entry of ``spec``; built if there is none that is whole."""
     entry = folder / f"{spec.symbol}.so"
-    if entry.exists():
+    if _is_whole(entry):
         return entry
     with lock(folder / f"{spec.symbol}.lock"):
         # another process may have built it meanwhile
-        if not entry.exists():
+        if not _is_whole(entry):
+            if entry.exists():
+                logger.warning("kernel cache entry %s is cut short, and is built again", entry)
             with tempfile.TemporaryDirectory(prefix="twell-") as scratch:
                 built, partial = _build(spec, Path(scratch), arch), folder / f".{spec.symbol}"
                 shutil.copyfile(built, partial)
             os.replace(partial, entry)
     return entry
+
+
+def _is_whole(entry: Path) -> bool:
+    try:
+        packaged.require_whole(entry)
+    except OSError:
+        return False
+    return True
 
 
 def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:

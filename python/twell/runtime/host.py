@@ -48,6 +48,7 @@ def find(library: Path) -> tuple[Maker | None, str]:
     if not library.is_file():
         return None, f"Python (no {LIBRARY}: `pip install .` or `make wheel` in a checkout builds it)"
     try:
+        packaged.require_whole(library)
         made: Maker = packaged.opened(library)["program"]
         # the smallest program: no operand, view or launch
         made(torch.tensor([FORMAT, 1, 0, 0, 0, 0, 0, 0], dtype=torch.int64, device="cpu"))

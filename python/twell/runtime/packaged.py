@@ -10,7 +10,9 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -37,6 +39,9 @@ LOWEST, BELOW = (4, 8), (4, 9)
 RANGE = ">={}.{},<{}.{}".format(*LOWEST, *BELOW)
 
 Kernel = Callable[..., None]
+
+# 64-bit ELF header: the first 40 bytes, the offset of the table of sections, and the size and number of its entries
+_ELF_HEADER = struct.Struct("<40sQ10xHH2x")
 
 
 @dataclass(frozen=True)
@@ -98,10 +103,27 @@ def find(symbol: str, arch: str = fingerprint.ARCH) -> Kernel | None:
     load_runtime()
     library = folder / LIBRARY
     try:
+        require_whole(library)
         return load(library, symbol)
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         warn_once(f"a packaged kernel cannot be used, install twell again: {error}")
         return None
+
+
+@functools.cache
+def require_whole(library: Path) -> None:
+    """Raise OSError if ``library`` ends before its table of sections, the last part of a file that linkers write.
+
+    The loader maps missing pages of a truncated library, and the process dies when it touches one.
+    """
+    with open(library, "rb") as file:
+        header = file.read(_ELF_HEADER.size)
+        size = os.fstat(file.fileno()).st_size
+    if len(header) < _ELF_HEADER.size or not header.startswith(b"\x7fELF"):
+        raise OSError(f"{library} is not a library")
+    _, sections, entry, count = _ELF_HEADER.unpack(header)
+    if sections + entry * count > size:
+        raise OSError(f"{library} is cut short: expected at least {sections + entry * count} bytes, got {size}")
 
 
 @functools.cache

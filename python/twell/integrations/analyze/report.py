@@ -152,7 +152,10 @@ class Analysis:
 
 
 def _too_far(far: float) -> str:
-    return f"too far from all measured: {far:.0f} times beyond in hidden size, weights or share of neurons that fire"
+    return (
+        "too far from what was measured: the hidden size, the number of weights or the share of neurons that fire is "
+        f"{far:.0f} times outside of its range"
+    )
 
 
 def _said(what: str, gpu: str, ratios: Mapping[Call, float | None], far: float, source: str) -> str:
