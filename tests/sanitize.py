@@ -66,10 +66,9 @@ def fields(size: str) -> dict[str, str]:
 
 def cases(op: str, size: str) -> Iterator[Case]:
     kind, *own = OPS[op].split()
-    words = dict(word.split("=") for word in SIZES[size].split())
     words = {
         name: value
-        for name, value in words.items()
+        for name, value in fields(size).items()
         if name in ("m", "k", "n", "dtype", "density", "pattern", *KINDS[kind])
     }
     words |= dict(word.split("=") for word in own)

@@ -148,3 +148,16 @@ def test_checks_agree_with_themselves(capsys: pytest.CaptureFixture[str]) -> Non
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 3 * len(sanitize.OPS)
     assert all(line.endswith(" ok") for line in out.splitlines())
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
+def test_a_wrong_result_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = sanitize.caller
+
+    def wrong(case: Any, operands: Any) -> Any:
+        call = plain(case, operands)
+        return lambda: {name: t + 1 if name == "y" else t for name, t in call().items()}
+
+    monkeypatch.setattr(sanitize, "caller", wrong)
+    assert sanitize.main(["--case", "light", "--op", "row"]) == 1
+    assert "WRONG y differs in " in capsys.readouterr().out

@@ -287,7 +287,8 @@ class AutoStrategy:
             # neighbours with one strategy share a row, which has the reason of the most tokens
             captured = sorted(self._captures.items(), key=lambda item: item[0])
             for (training, _), alike in itertools.groupby(captured, lambda item: (item[0][0], item[1].strategy)):
-                ((_, low), _), *_, ((_, high), decision) = [*alike] * 2
+                captures = list(alike)
+                (_, low), ((_, high), decision) = captures[0][0], captures[-1]
                 tokens = f"{low} to {high}" if low < high else str(high)
                 about = (layer, _kind(training), tokens, "captured", *decision[:2])
                 rows.append(Choice(*about, costs=decision.costs))

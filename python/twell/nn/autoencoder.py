@@ -252,7 +252,7 @@ class SparseAutoencoder(nn.Module):
 
     def _centred(self, x: Tensor) -> Tensor:
         self._require("x", x, self.d_in)
-        # of a view in three dimensions PyTorch rounds the product before it adds the bias, and so may choose others
+        # PyTorch rounds the product of a view in three dimensions before it adds the bias: other codes may be chosen
         return (x - self.b_dec if self.apply_b_dec_to_input else x).contiguous()
 
     def _level(self) -> Tensor:
@@ -262,7 +262,7 @@ class SparseAutoencoder(nn.Module):
             return self.threshold.expand(self.d_sae)
         # a clamp would take the gradient of those below 0, which could not rise again
         level = torch.where(self.threshold < 0, self.threshold - self.threshold.detach(), self.threshold)
-        # an infinite one never fires
+        # kernels take finite ones
         kinds = level.dtype, modes.product_dtype(self.W_enc.dtype, level.device.type)
         return level.clamp(max=min(torch.finfo(each).max for each in kinds))
 

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell.call import autograd
+from twell.ops.library import has_rows, transpose
+from twell.runtime import modes
 
 
 class Part(NamedTuple):
@@ -59,7 +61,16 @@ class Matrix(NamedTuple):
             value = sources[each.source]
             value = each.dequantise(value) if each.dequantise else value
             found.append((value if each.scale == 1 else value * each.scale).to(self.dtype))
-        return torch.cat(found, self.dim) if len(found) > 1 else found[0] if found else None
+        if len(found) < 2 or self.dim or modes.compiling():
+            return torch.cat(found, self.dim) if len(found) > 1 else found[0] if found else None
+        # by rows of neurons, as kernels read a down weight
+        out = found[0].new_empty((found[0].shape[1], sum(self.lengths)))
+        for value, place in zip(found, torch.split(out, self.lengths, 1)):
+            if has_rows(place):
+                transpose(value, place)
+            else:
+                place.copy_(value.t())
+        return out.t()
 
     def wanted(self, needs: Sequence[bool]) -> bool:
         """Whether one of its sources needs a gradient."""

@@ -190,10 +190,10 @@ class SparsityTracker:
         """
         self._close_step()
         sums = self._added([]).expand(len(self._layers), 3).contiguous() if self._sums is None else self._sums
-        self._sums, values, counts = None, self._all_reduce(sums).tolist(), self._counts()
+        self._sums, values, counts = None, self._all_reduce(sums).tolist(), self._counts("cpu")
         rows = []
         for (name, neurons), (l1, l0, calls) in zip(self._neurons.items(), values):
-            of = None if counts is None else counts[name].cpu()
+            of = None if counts is None else counts[name]
             tokens = 0 if of is None else int(of[-1])
             dead = None if of is None or not tokens else int((of[:-1] == 0).sum())
             means = (l0 / calls, l1 / calls) if calls else (None, None)
@@ -236,14 +236,14 @@ class SparsityTracker:
             dist.all_reduce(packed)
         return packed
 
-    def _counts(self) -> dict[str, Tensor] | None:
-        """The counts of each layer [N + 1] in the last observed step, over all ranks."""
+    def _counts(self, device: str | None = None) -> dict[str, Tensor] | None:
+        """The counts of each layer [N + 1] in the last observed step, over all ranks; moved together to ``device``."""
         if self._closed is None:
             return None
         if not self._reduced:
             self._closed, self._reduced = self._all_reduce(self._closed), True
         sizes = [neurons + 1 for neurons in self._neurons.values()]
-        return dict(zip(self._neurons, torch.split(self._closed, sizes)))
+        return dict(zip(self._neurons, torch.split(self._closed.to(device=device), sizes)))
 
     def _observe(self, name: str, x: Tensor) -> None:
         """Count one call of a layer on x [..., K]."""
