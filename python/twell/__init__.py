@@ -26,7 +26,7 @@ from twell.nn.models import explain
 from twell.ops.float8 import Float8, quantize
 from twell.runtime import log
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "Analysis",

@@ -29,7 +29,17 @@ from twell.integrations.sparsify.candidates import (
     outside_layers,
 )
 from twell.integrations.sparsify.known import LIKELY, SEQUENCE, Known, known, known_sequence
-from twell.nn.converted import GATED, PLAIN, Applied, FusedGatedMLP, GivenGatedMLP, NamedGatedMLP, NamedMLP, turn
+from twell.nn.converted import (
+    GATED,
+    PLAIN,
+    Applied,
+    FusedGatedMLP,
+    GivenGatedMLP,
+    NamedGatedMLP,
+    NamedMLP,
+    below,
+    turn,
+)
 from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
 from twell.nn.models import named_layers
 from twell.nn.pairs import SparseDown, pair_up, put_pair
@@ -149,6 +159,9 @@ def plan(
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"sparsify_: filter_fn must be a function of a module and its name, got {filter_fn!r}")
     told, context = _told(names), Context(model, strategy, put, {})
+    for group in told:
+        if not any(all(below(module, name) is not None for name in group) for module in model.modules()):
+            logger.warning("no module has the children %s, which names= tells", ", ".join(group))
     candidates: list[Candidate] = []
     left: list[str] = []
     unlike: list[Candidate] = []
