@@ -7,11 +7,13 @@ for it; so must a CUDA graph, which then gets other tokens. On a GPU free memory
 import contextlib
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from tests import family
 from tests.cases.formats import judge_format
 from tests.cases.judged import Mismatch, Result, difference, judge_elements, judge_reals
 from twell.ops.float8 import Float8
@@ -42,7 +44,10 @@ def attempt(case: Case, device: torch.device, run: Run | None = None) -> Result:
     except Mismatch as error:
         result.verdict = str(error)
     except Exception as error:
-        result.verdict = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        result.verdict = (
+            f"{type(error).__name__}: {' '.join(str(error).split())[:400]} ({at.name}, {at.filename}:{at.lineno})"
+        )
     result.seconds = time.perf_counter() - start
     return result
 
@@ -67,7 +72,7 @@ def run_twice(case: Case, device: torch.device, result: Result) -> None:
         # in every second case the next call gets this memory; in the others it must not touch it
         held = first if case.seed % 2 else {}
         del first
-        with contextlib.nullcontext() if waits(case) else no_waits(device):
+        with contextlib.nullcontext() if waits(case, device) else no_waits(device):
             again = call()
         if not chooses_anew(case):
             same_bits(again, outputs, "a second call")
@@ -75,7 +80,7 @@ def run_twice(case: Case, device: torch.device, result: Result) -> None:
             raise Mismatch("a second call writes to what the first returned")
         del again, held
     judge(case, o, operands, outputs, result)
-    if case.call == "graph" and case.m and not waits(case):
+    if case.call == "graph" and case.m and not waits(case, device):
         replayed(case, call, o, operands, outputs, result)
     elif case.strategy == "row+invariant" and case.m > 1 and device.type == "cuda":
         # products on a CPU have other bits for other numbers of rows
@@ -128,9 +133,11 @@ def without_others(case: Case, o: Operands, outputs: Outputs) -> None:
         raise Mismatch("other tokens change the bits of some")
 
 
-def waits(case: Case) -> bool:
-    no_kernel = case.dtype == "fp16" or case.experts == 1024 or (case.scales != "" and case.n % 16 > 0)
-    return case.kind == "experts" and case.strategy != "row" and no_kernel
+def waits(case: Case, device: torch.device) -> bool:
+    if case.kind != "experts" or case.strategy == "row":
+        return False
+    scaled = case.scales != "" and (case.n % 16 > 0 or family.is_portable(device))
+    return case.dtype == "fp16" or case.experts == 1024 or scaled
 
 
 @contextlib.contextmanager

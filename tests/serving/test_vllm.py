@@ -181,7 +181,9 @@ def test_auto_learns_from_requests_alone(eager: bool, relu: Path, serve: Serve, 
     assert served.strategies == ["auto"] * LAYERS
     assert served.started == [[]] * LAYERS
     assert counted(served) == COUNTED
-    assert all(row[2] not in (None, 3.5, 40.25) for layer in served.choices for row in layer)
+    # few tokens take one pass, which asks for no figures
+    assert all(row[2] is None for layer in served.choices for row in layer[:-1])
+    assert all(layer[-1][2] not in (None, 3.5, 40.25) for layer in served.choices)
     # what it knew before, for many and for few tokens
     assert served.known == [[[256, [3.5, 0.2]], [8192, [3.5, 0.1]]], [[256, [40.25, 0.6]], [8192, [40.25, 0.5]]]]
 

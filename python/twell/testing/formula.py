@@ -161,11 +161,16 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
         if absolute:
             # true sizes, and derivatives of the absolute parts
             gate, up = (path + (size - path).detach() for size, path in zip(of.sizes, (gate, up)))
-            gate = gate + of.doubtful * of.gate.abs() / share
+            # a doubtful one may be there or not, and so may its part of gradients
+            gate = gate + of.doubtful * (of.gate.abs() + gate - gate.detach()) / share
         active = of.active | of.doubtful if absolute else of.active
         fires = of.fires | of.doubtful | of.may_fire if absolute else of.fires
         gate = gate.where(active, 0)
         hidden = (gate * gate if case.activation == "relu2" else gate) * up.where(fires, 0)
+        if absolute:
+            # steps of the smallest numbers of the dtype are no share
+            least = torch.finfo(dtype)
+            hidden = hidden + fires * (least.tiny * least.eps / share)
         if rounds_hidden(case, y.device):
             hidden = narrow(hidden)
         l0 = l0 + of.active.sum()
