@@ -159,7 +159,8 @@ class Operation:
         for name, layer in layers.items():
             layer.strategy = "auto" if kind.startswith("sparse") else "dense"
             if name in self.sites and layer.strategy == "auto":
-                layer._auto = copy.deepcopy(self.sites[name])
+                # a copy would have no figures
+                layer._auto = self.sites[name]
         if self.training:
             model.train()
             recipe.record_aux(model)
