@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import functools
 import math
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -234,15 +235,20 @@ class Program:
         function, arguments = self.launches[index]
         assert not isinstance(function, specs.Spec)
         offsets, _ = self.placed()
+        declared = self.given()
 
-        def part(given: Sequence[Tensor], view: View | None) -> Tensor | None:
+        def reader(view: View | None) -> Callable[[Sequence[Tensor]], Tensor | None]:
             if view is None:
-                return None
-            if view.base < 0:
-                return _part(given[-1], view, offsets[~view.base] + view.offset)
-            return _part(given[view.base], view, view.offset)
+                return lambda given: None
+            base, offset = view.base, view.offset
+            if base < 0:
+                base, offset = -1, offsets[~base] + offset
+            elif view == declared[base] and 1 not in view.shape:
+                return operator.itemgetter(base)
+            return lambda given: _part(given[base], view, offset)
 
-        return lambda given: function(*(part(given, view) for view in arguments))
+        readers = [reader(view) for view in arguments]
+        return lambda given: function(*[read(given) for read in readers])
 
     def compiled(self) -> Executable:
         """What runs this program. Raises as ``resolve.resolve`` does if there is not each kernel."""
