@@ -199,14 +199,14 @@ def draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     for i, bar in enumerate(bars):
         axes.barh(i - 0.19, bar.speedup, 0.36, color=ROW)
         axes.text(bar.speedup, i - 0.19, f" {bar.speedup:.2f}x {bar.strategy}", va="center", fontsize=8.5)
-        if bar.wrong:
-            axes.text(0, i + 0.19, " wrong result", va="center", fontsize=8.5, color=PAPER)
-        elif bar.paper:
+        if bar.paper and not bar.wrong:
             axes.barh(i + 0.19, bar.paper, 0.36, color=PAPER)
-            text = f" {bar.paper:.2f}x"
+        if bar.paper or bar.wrong:
+            text = " wrong result" if bar.wrong else f" {bar.paper:.2f}x"
             # over the line at 1
             box = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.4}
-            axes.text(bar.paper, i + 0.19, text, va="center", fontsize=8.5, color=PAPER, bbox=box)
+            at = 0 if bar.wrong else bar.paper
+            axes.text(at, i + 0.19, text, va="center", fontsize=8.5, color=PAPER, bbox=box)
     baseline(axes.axvline)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.tick_params(axis="y", length=0)
