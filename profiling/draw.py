@@ -199,14 +199,13 @@ def draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     for i, bar in enumerate(bars):
         axes.barh(i - 0.19, bar.speedup, 0.36, color=ROW)
         axes.text(bar.speedup, i - 0.19, f" {bar.speedup:.2f}x {bar.strategy}", va="center", fontsize=8.5)
-        if bar.paper and not bar.wrong:
-            axes.barh(i + 0.19, bar.paper, 0.36, color=PAPER)
-        if bar.paper or bar.wrong:
-            text = " wrong result" if bar.wrong else f" {bar.paper:.2f}x"
+        theirs = 0.0 if bar.wrong else bar.paper
+        if theirs is not None:
+            axes.barh(i + 0.19, theirs, 0.36, color=PAPER)
+            text = f" {theirs:.2f}x" if theirs else " wrong result"
             # over the line at 1
             box = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.4}
-            at = 0 if bar.wrong else bar.paper
-            axes.text(at, i + 0.19, text, va="center", fontsize=8.5, color=PAPER, bbox=box)
+            axes.text(theirs, i + 0.19, text, va="center", fontsize=8.5, color=PAPER, bbox=box)
     baseline(axes.axvline)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.tick_params(axis="y", length=0)
