@@ -113,7 +113,7 @@ def experts_elsewhere() -> str:
             gains = {int(size): f"{row['over_grouped']:.2f}" for size, row in of.items()}
             rows.append([what, *(gains.get(size, "") for size in sizes)])
     header = ["layer", *(f"{size:,}" for size in sizes)]
-    return signed(markdown(header, "l" + "r" * len(sizes), rows), *names)
+    return signed(markdown(header, "l" + "r" * len(sizes), rows), *names, between=". And ")
 
 
 def adapters() -> str:
@@ -243,8 +243,7 @@ def beside_others() -> str:
     layers = [figures.measured(name, op) for op in figures.OPS for name in figures.LAYERS]
     few = [row["us"]["dense"] / row["us"]["auto"] for row in result("decode")["rows"] if row["m"] <= 16]
     fp8 = [(fastest(of, FP8), of['"auto"']) for of in e4m3_layers("float8")]
-    papers = by_case(result("paper_code")["rows"], "workload").values()
-    paper = [(of[f"paper{op}"], of[op.strip() or "ffn"]) for of in papers for op in ("", " train")]
+    paper = [row["ms"] for row in result("paper_code")["rows"] if not row["wrong"]]
     own, mixture = ([r for r in result(name)["rows"] if r["variant"] == '"auto"'] for name in ("sae", "experts"))
     lora = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
     served = []
@@ -288,7 +287,7 @@ def beside_others() -> str:
         (
             "the paper's code, where it was right",
             "`paper_code`: the layers of the first row, forward and training",
-            [[], *([a[way] / b[way] for a, b in paper if not a["red"]] for way in ("queued_ms", "waited_ms"))],
+            [[], *([ms[way]["paper"] / ms[way]["twell"] for ms in paper] for way in ("queued", "waited"))],
         ),
     ]
     cells = []

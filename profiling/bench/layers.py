@@ -175,10 +175,8 @@ class Forward:
             if None not in made and self.layer.plain:
                 calls[f"{other}{suffix}"] = self.in_turn([each[0] for each in made if each]), captured
         for said, (call, captured) in calls.items():
-            by, check = (
-                functools.partial(lambda call, _: call, call),
-                self.verify if said.startswith("dense") else self.near,
-            )
+            by = functools.partial(lambda call, _: call, call)
+            check = self.verify if said.startswith("dense") else self.near
             yield Variant(said, by, self.calls, "", check, self.note, captured=captured)
         for requested in strategies:
             yield Variant(name, self.of_sparse, self.calls, requested, self.verify, self.note)

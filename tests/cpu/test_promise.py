@@ -10,10 +10,11 @@ from twell.choose import tuning
 
 def test_the_number_of_tokens_chooses_kernels_where_readme_says() -> None:
     def kernels(m: int, k: int) -> tuple[Any, ...]:
-        # tiles of all sizes give the same bits
-        gate = "product" if m <= tuning.FEW_GATE_TOKENS else tuning.gate_pack(torch.bfloat16, m, 5632, 66).op
-        first = tuning.decode(torch.bfloat16, m, k, "gated") or gate
-        return first, tuning.up_down_token(torch.bfloat16, m, k, True)
+        return (
+            # tiles of all sizes give the same bits
+            tuning.decode(torch.bfloat16, m, k, "gated") or tuning.gate_pack(torch.bfloat16, m, 5632, 66).op,
+            tuning.up_down_token(torch.bfloat16, m, k, True),
+        )
 
     changes = {m for k in (64, 2048, 4096, 8192, 16384) for m in range(1, 3000) if kernels(m, k) != kernels(m + 1, k)}
     *some, last = sorted(changes)

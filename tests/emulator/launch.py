@@ -192,8 +192,6 @@ class Emulator:
             patch.setattr(device, "clusters", lambda index, ctas: max(multiprocessors // ctas, 1))
             patch.setattr(device, "capability", lambda index: device.SM_90)
             patch.setattr(tuning, "family", lambda index: family)
-            # kernels, where products of PyTorch would be as right
-            patch.setattr(tuning, "FEW_GATE_TOKENS", 0)
             patch.setattr(resolve, "resolve", lambda spec, arch: self.kernel(spec))
             patch.setattr(host, "maker", lambda: None)
             patch.setattr(torch.cuda, "current_device", lambda: 0)

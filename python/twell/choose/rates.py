@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from twell.choose.cards import SHIPPED, Card, Rates
-from twell.choose.tuning import FEW_GATE_TOKENS, decode, gate_pack
+from twell.choose.tuning import decode, gate_pack
 from twell.runtime import geometry, specs
 
 # "union" with the int8 screen of the gate, which "auto" alone may choose
@@ -234,11 +234,8 @@ def dense_us(problem: Problem, rates: Rates, sms: int) -> float:
 
 
 def _gate(problem: Problem, rates: Rates, sms: int) -> float:
-    """us of the gate, packed."""
+    """us of the gate GEMM."""
     m, k, n = problem[:3]
-    if m <= FEW_GATE_TOKENS and not problem.float8:
-        read = 2 * n * k / 1e6 / rates.dense_memory
-        return rates.gate_start + _norm(4, _product(m, n, k, sms) / rates.dense_flop, read)
     tokens, waves, busy = _gate_tiles(m, n, sms)
     wave = _norm(4, tokens / 96 * rates.gate_flop, busy * rates.gate_read)
     read = (2 - problem.float8) * n * k / 1e6 / rates.gate_memory

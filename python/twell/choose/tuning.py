@@ -32,11 +32,6 @@ WAVE = {48: 0.72, 64: 0.77, 96: 1.0, 128: 1.36, 144: 1.49}
 _E4M3_WAVE = {64: 0.72, 96: 1.0, 144: 1.42}
 
 
-# Of up to so many tokens PyTorch's product and a pass that packs it take less time than the gate GEMM, whose clusters
-# of two CTAs leave most multiprocessors idle: 13 us in place of 17 (NVIDIA H200, 64 tokens, K = 2,048, N = 5,632).
-FEW_GATE_TOKENS = 64
-
-
 @functools.lru_cache(4096)
 def gate_pack(dtype: torch.dtype, m: int, n: int, clusters: int, fast: bool = True) -> specs.GatePackSpec:
     """The gate GEMM of ``m`` tokens and ``n`` neurons on sm_90a that runs so many ``clusters`` of two CTAs at a time.

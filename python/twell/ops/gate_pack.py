@@ -83,13 +83,12 @@ def pack(
 ) -> View | None:
     """Launch what fills words, spill and stats; if ``invariant``, with bits that do not depend on the other tokens.
 
-    Returns int32 [counters] for up_down, zeroed by the kernel; None for none. In the portable family, of few tokens,
-    and where the largest gates of a token are chosen, the gate is PyTorch's product. It lies in the spill until it is
-    packed, if that has as many columns.
+    Returns int32 [counters] for up_down, zeroed by the kernel; None for none. In the portable family, and where the
+    largest gates of a token are chosen, the gate is PyTorch's product. It lies in the spill until it is packed, if that
+    has as many columns.
     """
     n = w_gate.shape[0]
-    few = x.shape[0] <= tuning.FEW_GATE_TOKENS and not (invariant or isinstance(x, Scaled))
-    if few or tuning.family(p.index) == specs.PORTABLE or activation.k:
+    if tuning.family(p.index) == specs.PORTABLE or activation.k:
         # contiguous, so that the library's kernels, and with them the bits, are those of dense PyTorch
         gate = spill if n == spill.shape[1] else p.scratch(spill.dtype, spill.shape[0], n)
         p.call(_project_invariantly if invariant else _project, x, w_gate, bias_alone(b_gate, n), gate)
