@@ -243,7 +243,8 @@ def beside_others() -> str:
     layers = [figures.measured(name, op) for op in figures.OPS for name in figures.LAYERS]
     few = [row["us"]["dense"] / row["us"]["auto"] for row in result("decode")["rows"] if row["m"] <= 16]
     fp8 = [(fastest(of, FP8), of['"auto"']) for of in e4m3_layers("float8")]
-    paper = [row["ms"] for row in result("paper_code")["rows"] if not row["wrong"]]
+    papers = by_case(result("paper_code")["rows"], "workload").values()
+    paper = [(of[f"paper{op}"], of[op.strip() or "ffn"]) for of in papers for op in ("", " train")]
     own, mixture = ([r for r in result(name)["rows"] if r["variant"] == '"auto"'] for name in ("sae", "experts"))
     lora = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
     served = []
@@ -287,7 +288,7 @@ def beside_others() -> str:
         (
             "the paper's code, where it was right",
             "`paper_code`: the layers of the first row, forward and training",
-            [[], *([ms[way]["paper"] / ms[way]["twell"] for ms in paper] for way in ("queued", "waited"))],
+            [[], *([a[way] / b[way] for a, b in paper if not a["red"]] for way in ("queued_ms", "waited_ms"))],
         ),
     ]
     cells = []

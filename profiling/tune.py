@@ -4,7 +4,7 @@
     python -m profiling.tune --from part.json other.json --write
 
 The first command needs a GPU, the second fits to rows of earlier runs, of which the last one for a problem counts.
-Rows go to --out after each step. --portable measures the other family on a Hopper GPU. --write puts the card of that
+Rows go to --out after each step, or those of all files. --portable measures the other family on a Hopper GPU. --write puts the card of that
 GPU into ``cards.json``.
 """
 
@@ -87,7 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments.sources:
             with kernels_of(specs.PORTABLE) if arguments.portable else contextlib.nullcontext():
                 return tune.tune(arguments, tune.gpu(arguments.device), keep, write)
-        card = card_of([read(path) for path in arguments.sources])
+        runs = [read(path) for path in arguments.sources]
+        card = card_of(runs)
+        keep([row for run in runs for row in run["rows"]], card, True)
         if write is not None:
             print(f"wrote {write(card)}")
         return 0

@@ -124,10 +124,11 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
     y = w["dy"] * 0 + w.get("b_down", 0)
     l1, l0 = w["dy"].sum() * 0, w["dy"].sum() * 0
     for e in range(case.experts):
-        tokens, weight = torch.arange(m, device=y.device), torch.ones_like(y[:, :1])
+        tokens, weight, slots = torch.arange(m, device=y.device), torch.ones_like(y[:, :1]), torch.zeros_like(y[:, :1])
         if "expert_ids" in w:
             routed = w["expert_ids"] == e
             tokens, weight = routed.any(1).nonzero()[:, 0], w["weights"].where(routed, 0).sum(1, keepdim=True)
+            slots = routed.sum(1, keepdim=True)
 
         def adapted(name: str, inputs: Tensor, size: Callable[[Tensor], Tensor] = lambda t: t) -> Any:
             """What an adapter adds, of which the first product is rounded."""
@@ -168,9 +169,10 @@ def formula(case: Case, w: dict[str, Any], signs: list[_Signs], share: float) ->
         gate = gate.where(active, 0)
         hidden = (gate * gate if case.activation == "relu2" else gate) * up.where(fires, 0)
         if absolute:
-            # steps of the smallest numbers of the dtype are no share
-            least = torch.finfo(dtype)
-            hidden = hidden + fires * (least.tiny * least.eps / share)
+            # steps of the smallest numbers of the dtype are no share; "dense" rounds what each slot of a token adds
+            least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps / share
+            hidden = hidden + fires * least
+            y = y + least * (slots + weight)
         if rounds_hidden(case, y.device):
             hidden = narrow(hidden)
         l0 = l0 + of.active.sum()
