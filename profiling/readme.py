@@ -37,10 +37,7 @@ ENGINES = {
 
 
 def engines() -> str:
-    """Steps that decode and tokens per second of prompts in vLLM: stock, "auto", and the ratio to the faster dense.
-
-    Rows that decode have rates, too, of short runs: they tell the host's speed of the moment, and are left out.
-    """
+    """Steps that decode and tokens per second of prompts in vLLM: stock, "auto", and the ratio to the faster dense."""
     cells = dict[tuple[str, str], str]()
     for name, said in ENGINES.items():
         for (prompt, sequences), of in by_case(result(name)["rows"], "prompt", "sequences", each="engine").items():

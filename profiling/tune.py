@@ -4,8 +4,8 @@
     python -m profiling.tune --from part.json other.json --write
 
 The first command needs a GPU, the second fits to rows of earlier runs, of which the last one for a problem counts.
-Rows go to --out after each step, or those of all files. --portable measures the other family on a Hopper GPU. --write puts the card of that
-GPU into ``cards.json``.
+Rows go to --out after each step, those of earlier runs at the end. --portable measures the other family on a Hopper
+GPU. --write puts the card of that GPU into ``cards.json``.
 """
 
 import argparse
@@ -89,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return tune.tune(arguments, tune.gpu(arguments.device), keep, write)
         runs = [read(path) for path in arguments.sources]
         card = card_of(runs)
-        keep([row for run in runs for row in run["rows"]], card, True)
+        last = {(tune.problem_of(row), row["pattern"]): row for run in runs for row in run["rows"]}
+        keep(list(last.values()), card, True)
         if write is not None:
             print(f"wrote {write(card)}")
         return 0

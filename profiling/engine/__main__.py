@@ -4,8 +4,8 @@
 
 Each engine is a process of its own. All start side by side, compile and capture; then they take runs of each workload
 in turn, one at a time, since hosts wander. A step is the CUDA graph that the engine captured for so many sequences,
-replayed while all of them decode, and timed by events. Graphs of "auto" know the sparsity_figures of the model's
-configuration. Models are drawn. Of "nemotron", a Nemotron-H with routed experts, all engines have vLLM's own class:
+replayed while all of them decode, and timed by events. Models are drawn, and configurations of those without experts
+have sparsity_figures. Of "nemotron", a Nemotron-H with routed experts, all engines have vLLM's own class:
 
     python -m profiling.engine --model nemotron --engines stock auto row --work FOLDER --out engine.json
 """
@@ -27,16 +27,12 @@ from profiling.engine.models import DRAWN, LENGTH
 from profiling.harness import Row, show, write_json, written
 from twell import testing
 
-# Options of the engines of each name; those named first run without twell.
-_EAGER = {"enforce_eager": True}
-_STOCK = {"model_impl": "transformers"}
+# Options of the engines of each name; "stock" runs without twell.
 ENGINES: dict[str, dict[str, Any]] = {
-    "stock": _STOCK,
-    "stock-eager": _STOCK | _EAGER,
+    "stock": {"model_impl": "transformers"},
     "auto": {},
     "dense": {"hf_overrides": {"sparsity_strategy": "dense"}},
     "row": {"hf_overrides": {"sparsity_strategy": "row"}},
-    "auto-eager": _EAGER,
 }
 SIZES = (1, 8, 32, 64, 128, 256, 512)
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -84,15 +80,17 @@ def start(name: str, spec: Mapping[str, Any]) -> Engine:
     return Engine(name, process, ours)
 
 
-def measure(engines: Sequence[Engine], workloads: int, runs: int, until: float) -> dict[str, Row]:
-    """Let all engines take runs of each workload in turn, and end them; what each found, if it answered all."""
+def measure(engines: Sequence[Engine], runs: Sequence[int], until: float) -> dict[str, Row]:
+    """Let all engines take ``runs`` of each workload in turn, and end them; what each found, if it answered all.
+
+    One run more comes first, which compiles and warms up.
+    """
     began = time.monotonic()
     found = {engine.name: engine.heard(until) for engine in engines}
     for name, facts in found.items():
         print(f"{name}: {'ended' if facts is None else 'ready'} in {time.monotonic() - began:.0f} s", flush=True)
-    for place in range(workloads):
-        # the first run compiles and warms up
-        for what in (*["run"] * (runs + 1), "end"):
+    for place, count in enumerate(runs):
+        for what in (*["run"] * (count + 1), "end"):
             for engine in engines:
                 if found[engine.name] is not None:
                     found[engine.name] = engine.asked(place, what, until)
@@ -102,17 +100,17 @@ def measure(engines: Sequence[Engine], workloads: int, runs: int, until: float) 
 
 
 def rows_of(found: Mapping[str, Row]) -> list[Row]:
-    """A row for each engine and workload, those first that others are compared with.
+    """A row for each engine and workload, stock's first.
 
     differ: sequences with other tokens than stock's, which roundings may decide; None without stock.
     """
     rows, of_stock = [], {}
-    for name in sorted(found, key=lambda name: name not in one.COMPARED):
+    for name in sorted(found, key=lambda name: name != "stock"):
         for workload in found[name]["workloads"]:
             tokens, size = workload.pop("tokens"), (workload["prompt"], workload["sequences"])
-            if name in one.COMPARED:
-                of_stock[name, size] = tokens
-            right = of_stock.get(("stock-eager" if name.endswith("-eager") else "stock", size))
+            if name == "stock":
+                of_stock[size] = tokens
+            right = of_stock.get(size)
             differ = None if right is None else sum(ours != theirs for ours, theirs in zip(tokens, right))
             rows.append({"engine": name, **workload, "differ": differ, "red": ""})
     return rows
@@ -134,7 +132,7 @@ def main() -> int:
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME", help=f"({all_names})")
     add("--sizes", type=int, nargs="+", default=list(SIZES), metavar="N", help=decoded)
     add("--new", type=int, default=32, metavar="N", help="tokens that each makes (%(default)s)")
-    add("--runs", type=int, default=3, metavar="N", help="timed runs (%(default)s)")
+    add("--runs", type=int, default=3, metavar="N", help="timed runs of prompts (%(default)s)")
     add("--prompts", type=int, default=64, metavar="N", help="prompts of 2,048 tokens (%(default)s)")
     add("--cache-gib", type=float, default=5.0, metavar="GIB", help="of each engine (%(default)s)")
     add("--seconds", type=float, default=540, metavar="S", help="for all (%(default)s)")
@@ -152,13 +150,13 @@ def main() -> int:
         options: dict[str, Any] = {"max_num_seqs": max(sizes), "max_model_len": LENGTH} | ENGINES[name]
         if arguments.model == "nemotron":
             options.pop("model_impl", None)
-        if "enforce_eager" not in options:
-            options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         # several engines share the GPU, so none takes a share of it
         options |= {"kv_cache_memory_bytes": int(arguments.cache_gib * 2**30), "gpu_memory_utilization": 0.1}
         spec = {"name": name, "folder": str(folder), "workloads": workloads, "options": options}
         engines.append(start(name, spec))
-    found = measure(engines, len(workloads), arguments.runs, until)
+    # of sequences that decode a step is timed instead
+    found = measure(engines, [0 if new > 1 else arguments.runs for *_, new in workloads], until)
     for name in arguments.engines:
         if name not in found:
             print(f"{name} did not finish:\n{(folder / f'{name}.log').read_text(errors='replace')[-3000:]}")

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import twell
 from profiling.bench import models_random
 from profiling.bench.models_random import LlamaSizes
 from twell import testing
+from twell.commands import analyze
 from twell.testing.experts import FIRING
 
 LENGTH = 2304
@@ -186,6 +188,8 @@ def write(folder: Path, name: str, nnz: float | None, device: str = "cuda") -> N
         llama, prompts = draw(drawn, device, nnz)
         model = stock(llama)
     model.save_pretrained(folder / "relu")
+    if not isinstance(drawn, Mixed):
+        analyze.save(folder / "relu", twell.analyze(model, prompts[2048][:8].split(2)).layers)
     (folder / "prompts.json").write_text(json.dumps({length: ids.tolist() for length, ids in prompts.items()}))
 
 

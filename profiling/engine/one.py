@@ -19,8 +19,6 @@ import torch
 
 # Tokens that each sequence has made when a step is timed, and those it may make.
 _BEGUN, _MOST = 8, 1024
-# The engines whose tokens others are compared with.
-COMPARED = ("stock", "stock-eager")
 # Replays of a graph before it is timed, and timed ones; cycles for which the GPU waits meanwhile, since a slow host
 # takes longer to launch a graph than the GPU to run it.
 _BEFORE, _TIMED, _WAITED = 5, 30, 400_000_000
@@ -35,7 +33,7 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
     os.dup2(log, 2)
     # vLLM reads the environment when it is imported; functions below are sent to the worker
     os.environ |= {
-        "TWELL_VLLM": "off" if name in COMPARED else "auto",
+        "TWELL_VLLM": "off" if name == "stock" else "auto",
         "VLLM_CACHE_ROOT": str(folder / "cache" / name),
         "PYTHONUNBUFFERED": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "4",
@@ -56,7 +54,7 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
         length, count, new = spec["workloads"][place]
         given = prompts[str(length)][:count]
         if place == len(found["workloads"]):
-            row = {"prompt": length, "sequences": count, "new": new, "seconds": [], "step_ms": None}
+            row = {"prompt": length, "sequences": count, "new": new, "seconds": [], "per_s": None, "step_ms": None}
             found["workloads"].append(row)
         row = found["workloads"][place]
         if what == "run":
@@ -64,9 +62,9 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
             row["tokens"] = [list(each.token_ids) for each in generate(engine, given, new)]
             row["seconds"].append(time.perf_counter() - start)
         else:
-            del row["seconds"][0]
-            row["per_s"] = (count * (length if new == 1 else new)) / statistics.median(row["seconds"])
-            if new > 1 and "enforce_eager" not in spec["options"]:
+            if new == 1:
+                row["per_s"] = count * length / statistics.median(row["seconds"][1:])
+            else:
                 times = step(engine, given, *[replay] * 3)
                 row["step_ms"] = None if None in times else statistics.median(times)
             found["ended"] = engine.collective_rpc(describe)[0]

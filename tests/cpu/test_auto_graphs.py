@@ -1,5 +1,6 @@
 """``strategy="auto"`` in graphs, captured, compiled and exported, and under checkpointing."""
 
+import contextlib
 import copy
 import gc
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import twell
 from twell import testing
-from twell.choose import cards, rates
+from twell.choose import cards, measurement, rates
 from twell.choose import site as sites
 from twell.choose.rates import Figures, Problem
 from twell.nn.layers import SparseGatedMLP, SparseMLP
@@ -307,3 +308,40 @@ def test_only_a_graph_of_a_checkpoint_holds_a_choice(chooses: Arrivals) -> None:
     frozen = layer(firing=8).requires_grad_(False)
     assert not frozen(x).requires_grad
     assert strategies_of(frozen)[0][0] == "inference"
+
+
+def test_memory_of_figures_is_reused_and_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch records an event behind pinned memory that is freed, in a stream that may be capturing a graph."""
+    done: set[Any] = set()
+
+    class Event:
+        def record(self, stream: Any) -> None: ...
+        def query(self) -> bool:
+            return self in done
+
+    empty, made = torch.empty, []
+
+    def pinned(*sizes: int, pin_memory: bool, **options: Any) -> Tensor:
+        made.append(empty(*sizes, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(measurement.device, "relaxed_capture", contextlib.nullcontext)
+    memory = measurement._MEMORY
+    memory.clear()
+    first = measurement.Transfer(torch.tensor([1, 2]))
+    assert not first.arrived()
+    done.add(first._event)
+    assert first.arrived()
+    assert first.read() == [1, 2]
+    del first
+    under_way = measurement.Transfer(torch.tensor([3, 4, 5, 6]))
+    assert len(made) == 1
+    assert under_way.read() == [3, 4, 5, 6]
+    # dropped while a copy may still write to it
+    del under_way
+    measurement.Transfer(torch.tensor([7]))
+    assert len(made) == len(memory) == 2
+    memory.clear()

@@ -165,3 +165,20 @@ def test_a_layer_comes_to_screen(gated: bool, training: bool, topic: FFN, monkey
     named.strategy = "union"
     with torch.no_grad():
         testing.assert_same(mlp(topic.x), named(topic.x), "y")
+
+
+def test_figures_that_arrive_in_a_capture(topic: FFN) -> None:
+    """The stream that measured captures a graph, which reads the figures; torch's pinned memory stays usable."""
+    mlp, x, stream = module(topic, "auto"), topic.x[:256], torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        mlp(x)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = mlp(x)
+        graph.replay()
+    stream.synchronize()
+    assert {row.graph for row in twell.explain(mlp).rows} == {"", "captured"}
+    for _ in range(3):
+        assert torch.empty(4, pin_memory=True).is_pinned()
+        assert not y.isnan().any()

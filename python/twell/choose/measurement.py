@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +12,32 @@ from torch import Tensor
 from twell.choose import rates
 from twell.runtime import device, geometry
 
+# Pinned memory of transfers that are no more, and the event behind each. It is never freed: torch would record an event
+# in the stream that used it, and one that is recorded while the stream captures a graph fails when torch looks at it.
+_MEMORY: list[tuple[Any, Tensor]] = []
+
+
+def _memory() -> Tensor:
+    """Pinned memory for four integers, to which no copy is on its way."""
+    with suppress(IndexError):
+        event, memory = _MEMORY.pop()
+        if event.query():
+            return memory
+        _MEMORY.insert(0, (event, memory))
+    return torch.empty(4, dtype=torch.int64, pin_memory=True, device="cpu")
+
 
 class Transfer:
-    """A few integers on their way from a GPU to the host."""
+    """Up to four integers on their way from a GPU to the host."""
 
     def __init__(self, values: Tensor) -> None:
-        # torch keeps and reuses such memory
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
-        self._host.copy_(values, non_blocking=True)
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._host, self._event = _memory(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._values = self._host[: len(values)]
+        self._values.copy_(values, non_blocking=True)
         self._event.record(torch.cuda.current_stream(values.device))
+
+    def __del__(self, memory: list[tuple[Any, Tensor]] = _MEMORY) -> None:
+        memory.append((self._event, self._host))
 
     def arrived(self) -> bool:
         """Whether ``read`` may be called; does not wait."""
@@ -30,7 +46,7 @@ class Transfer:
 
     def read(self) -> list[int]:
         """The values, after they have arrived."""
-        values: list[int] = self._host.tolist()
+        values: list[int] = self._values.tolist()
         return values
 
 

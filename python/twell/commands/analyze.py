@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     # the verdict is the last line
     print(str(analysis).removesuffix(analysis.verdict).rstrip(), end="\n\n")
     if arguments.save:
-        _save(folder, analysis.layers)
+        save(folder, analysis.layers)
     if arguments.json is not None:
         files.write_text(arguments.json, json.dumps(analysis.as_json(), indent=1) + "\n")
         print(f"JSON: {arguments.json.absolute()}")
@@ -189,8 +189,8 @@ def _figures(
     ], source
 
 
-def _save(folder: Path, layers: Sequence[LayerSparsity]) -> None:
-    """Write the figures into the configuration."""
+def save(folder: Path, layers: Sequence[LayerSparsity]) -> None:
+    """Write the figures of the layers into the configuration of a model's folder, for servers."""
     content = saved_model.configuration(folder)
     if any(each.union is None or each.mixed is None for each in layers):
         raise RequestError("--save: expected batches of 128 tokens or more, got smaller ones")
