@@ -91,11 +91,6 @@ def headline() -> str:
     )
 
 
-def machines() -> str:
-    """Where the layers were measured."""
-    return machine(result(LAYER_FILE))
-
-
 def layers_elsewhere() -> str:
     """Speed-ups of the layers on the other GPU."""
     said = []

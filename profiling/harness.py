@@ -22,17 +22,20 @@ import torch
 from torch import Tensor
 
 import twell
-from profiling.device import Ceilings, Device, Gpu
+from profiling.device import Device, Gpu
+from twell import testing
 from twell.base import files
 from twell.base.text import aligned
 from twell.commands import tune
 from twell.commands.request import RequestError, at_least, check_json, number_above, pick_device
 from twell.commands.timing import FAILURES, Call, Recording, measure, reason, spread
-from twell.testing import Comparison
+from twell.testing import Comparison, Errors
 
 Row = dict[str, Any]
 # Errors by tensor, and the fault, "" if they are within the budget.
 Verdict = tuple[dict[str, Comparison], str]
+# Of a strategy, its call and the outputs of the last copy.
+Check = Callable[[str, Call, tuple[Tensor, ...]], Verdict]
 # A case of a bench: what its rows share, and the work that yields rows, some at a time.
 Case = tuple[Row, Callable[[], Iterable[list[Row]]]]
 # Eager calls before "auto" is recorded. It measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
@@ -40,7 +43,7 @@ SETTLING = 9
 
 
 class Way(NamedTuple):
-    """A way of timing: "graph", or one of ``device.WAYS``.
+    """A way of timing: "graph", or a way of ``device.Eager``.
 
     field: of the time in a row, ``unit`` times milliseconds. over: of the time of the fastest baseline over it. calls:
     in a row; 0: as many as a variant has copies. share: of the seconds of a case. least, warm: rounds that are timed,
@@ -62,16 +65,15 @@ class Variant:
     """One call to time.
 
     by: makes the call of a strategy, which works on the i-th copy of the operands and returns its outputs, y first.
-    copies: calls of a recording. requested: the strategy; "" if there is no choice. check: of a strategy, its call and
-    the outputs of the last copy. note: puts more into the row. fields: of its row. within: a context of all of its
-    calls before timing.
+    copies: calls of a recording. requested: the strategy; "" if there is no choice. note: puts more into the row.
+    fields: of its row. within: a context of all of its calls before timing.
     """
 
     name: str
     by: Callable[[Any], Call]
     copies: int
     requested: str = ""
-    check: Callable[[str, Call, tuple[Tensor, ...]], Verdict] | None = None
+    check: Check | None = None
     note: Callable[[Row, "Settled", dict[str, Comparison]], None] | None = None
     fields: Row = field(default_factory=dict)
     within: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -83,7 +85,6 @@ class Variant:
 
     @property
     def is_dense(self) -> bool:
-        """Whether others are compared with it."""
         return not self.requested and self.name.startswith(("dense", "grouped"))
 
 
@@ -150,12 +151,21 @@ def settle(call: Call, site: twell.AutoStrategy, device: Device, graphs: bool = 
 
 
 def verdict(compared: dict[str, Comparison]) -> Verdict:
-    """The errors, and those that are beyond their budgets."""
     wrong = [f"{name}: {comparison}" for name, comparison in compared.items() if not comparison.ok]
     return compared, "; ".join(wrong)
 
 
-def agrees(right: Call, training: bool) -> Callable[[str, Call, tuple[Tensor, ...]], Verdict]:
+def near(right: Tensor, dense: Errors, terms: int) -> Check:
+    """A check of the last y, of so many hidden states that are not zero; few tokens are allowed more."""
+    budgets = testing.BUDGET, testing.BUDGET * testing.allowance(len(right))
+
+    def check(strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
+        return verdict({"y": Comparison(testing.errors(outputs[0], right), dense, terms, *budgets)})
+
+    return check
+
+
+def agrees(right: Call, training: bool) -> Check:
     """A check against a dense call, by the budgets of ``twell tune``."""
     most = tune.MOST_ERROR[training]
 
@@ -167,7 +177,6 @@ def agrees(right: Call, training: bool) -> Callable[[str, Call, tuple[Tensor, ..
 
 
 def whole(call: Call, parts: int) -> Tensor:
-    """y of the tokens of the first calls."""
     return torch.cat([call(i)[0] for i in range(parts)])
 
 
@@ -268,7 +277,6 @@ def beside(base: Row, rows: Sequence[Row], *fields: str) -> Row:
 
 
 def reds(rows: Sequence[Row]) -> str:
-    """The faults of rows."""
     return "; ".join(f"{row['variant']}: {row['red']}" for row in rows if row["red"])
 
 
@@ -305,10 +313,6 @@ def write_json(path: Path, rows: Sequence[Any], **facts: Any) -> None:
     text = json.dumps(_finite(facts), indent=1, allow_nan=False).removesuffix("\n}")
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, f'{text},\n "rows": [\n{lines}\n]}}\n')
-
-
-def _holds_path(value: Any) -> bool:
-    return isinstance(value, Path) or (isinstance(value, (list, tuple)) and any(map(_holds_path, value)))
 
 
 def _finite(value: Any) -> Any:
@@ -358,30 +362,25 @@ class Bench:
     ``facts``: more of what the file holds. A file that cannot be written costs no measurement.
     """
 
-    def __init__(self, name: str, arguments: argparse.Namespace, **facts: Any) -> None:
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         check_json("--out", arguments.out)
-        self.name, self.facts, self.out, self.seconds = name, facts, arguments.out, arguments.seconds
-        self.arguments, self.profiled = arguments, arguments.profile
-        # in the file, without paths
-        self.given = {key: value for key, value in vars(arguments).items() if not _holds_path(value)}
+        self.name, self.facts, self.arguments = name, dict[str, Any](), arguments
+        self.given = {key: value for key, value in vars(arguments).items() if key != "out"}
         self.rows: list[Row] = []
         self.complete = self.failed = False
         # of torchrun each process has a GPU, and the first one speaks
         local, rank = os.environ.get("LOCAL_RANK"), int(os.environ.get("RANK", 0))
         where = pick_device(arguments.device or ("cuda" if local is None else f"cuda:{local}"))
         self.speaks = rank == 0
-        if not self.speaks:
-            self.out = None
+        self.out: Path | None = arguments.out if self.speaks else None
         self.device: Device = Device()
         if where.type == "cuda":
             torch.cuda.set_device(where.index or 0)
             self.device = Gpu(torch.device("cuda", where.index or 0))
-        self.ceilings: Ceilings
         # the machine line is read while the GPU is busy
         self.ceilings, self.machine = self.device.ceilings(torch.bfloat16)
 
     def step(self, text: str) -> None:
-        """Say on stderr what begins."""
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -401,18 +400,7 @@ class Bench:
 
     def timed(self, base: Row, variants: Iterable[Variant], ways: Sequence[Way], share: float = 1.0) -> list[Row]:
         """The rows of a case, which takes this share of the seconds."""
-        return timed(base, variants, ways, self.device, self.seconds * share, self.profiled)
-
-    def guarded(self, base: Row, work: Callable[[], Iterable[list[Row]]]) -> None:
-        """Add the rows that the work yields; an error is a red row of ``base``."""
-        try:
-            for rows in work():
-                self.add(rows)
-        except RequestError:
-            raise
-        except FAILURES as error:
-            # out of memory, or the late fault of an earlier kernel
-            self.add([{**base, "red": reason(error)}])
+        return timed(base, variants, ways, self.device, self.arguments.seconds * share, self.arguments.profile)
 
     @torch.no_grad()
     def run(self, cases: Iterator[Case], shown: Sequence[str]) -> int:
@@ -420,7 +408,14 @@ class Bench:
         try:
             for base, work in cases:
                 self.step(", ".join(f"{name} {cell(value)}" for name, value in base.items()))
-                self.guarded(base, work)
+                try:
+                    for rows in work():
+                        self.add(rows)
+                except RequestError:
+                    raise
+                except FAILURES as error:
+                    # out of memory, or the late fault of an earlier kernel
+                    self.add([{**base, "red": reason(error)}])
             self.complete = True
         except KeyboardInterrupt:
             self.step("interrupted")

@@ -93,8 +93,7 @@ def experts() -> str:
         times = [f"{of[variant]['us']:.0f}" for variant in ("grouped products", '"auto"')]
         auto = of['"auto"']
         rows.append([f"{sequences:,}", f"{auto['touched']:.0f}", *times, bold(auto["over_grouped"])])
-    products = "grouped products"
-    header = ["sequences", "experts touched", f"{products}, us", '"auto", us', f"over {products}"]
+    header = ["sequences", "experts touched", "grouped products, us", '"auto", us', "over grouped products"]
     return signed(markdown(header, "r" * len(header), rows), "experts")
 
 
@@ -290,8 +289,8 @@ def beside_others() -> str:
     ]
     cells = []
     for other, what, times in found:
-        spans = [figures.span(each) if each else "" for each in times]
-        cells.append([other, what, *spans, *[""] * (3 - len(spans))])
+        spans = [figures.span(each) if each else "" for each in (*times, [], [])]
+        cells.append([other, what, *spans[:3]])
     table = markdown(["other way", "what was timed", "in graphs", "eager, queued", "waited for"], "llrrr", cells)
     elsewhere = " and ".join(f"`{name}`" for name in ("experts", "adapters") if gpu_of(name) != "H200")
     return f"{table}\n\nMeasured on an H200{f', {elsewhere} on an H100' if elsewhere else ''}."
@@ -304,35 +303,18 @@ def results() -> str:
     return markdown(["file", "content", "shown in"], "lll", rows)
 
 
+# By the name of a block: most functions have it.
 TABLES: dict[str, Callable[[], str]] = {
-    "headline": figures.headline,
-    "layers": figures.layers,
-    "errors": figures.errors,
-    "machine": figures.machines,
-    "layers on an H100": figures.layers_elsewhere,
-    "memory": figures.memory,
-    "large layer": figures.large_layer,
-    "few tokens": figures.few_tokens,
-    "few by share": figures.few_by_share,
-    "over-full": figures.overfull,
-    "screen": figures.screen,
-    "host": figures.host_times,
-    "auto losses": figures.auto_losses,
-    "shapes": figures.shapes,
-    "most non-zeros": most_nonzeros,
-    "several GPUs": figures.several_gpus,
-    "models": figures.models,
-    "beside others": beside_others,
-    "portable calls": portable_calls,
-    "adapters": adapters,
-    "engines": engines,
-    "generate": generate,
-    "autoencoders": autoencoders,
-    "experts": experts,
-    "experts elsewhere": experts_elsewhere,
-    "float8": e4m3,
-    "files": results,
+    make.__name__.replace("_", " "): make
+    for make in (
+        *(figures.headline, figures.layers, figures.errors, figures.memory, figures.large_layer, figures.few_tokens),
+        *(figures.few_by_share, figures.screen, figures.auto_losses, figures.shapes, figures.models),
+        *(beside_others, portable_calls, adapters, engines, generate, autoencoders, experts, experts_elsewhere),
+    )
 }
+TABLES |= {"layers on an H100": figures.layers_elsewhere, "over-full": figures.overfull, "host": figures.host_times}
+TABLES |= {"several GPUs": figures.several_gpus, "most non-zeros": most_nonzeros, "float8": e4m3, "files": results}
+TABLES["machine"] = lambda: machine(result(figures.LAYER_FILE))
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 

@@ -7,21 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from twell.choose.rates import SCREENED
-
 RESULTS = Path(__file__).resolve().parent / "results"
 Row = dict[str, Any]
-
-
-def loads(text: str) -> Any:
-    """The JSON of a file of results, with strategies by their names of today: results stay as they were recorded."""
-    return json.loads(re.sub(r'"screened(_ms)?"', rf'"{SCREENED}\1"', text))
 
 
 @functools.cache
 def result(name: str) -> dict[str, Any]:
     """The content of a measurement's file of results. Raises OSError without one."""
-    found: dict[str, Any] = loads((RESULTS / f"{name}.json").read_text())
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
 
@@ -39,7 +32,6 @@ def by_case(rows: Iterable[Row], *keys: str, each: str = "variant") -> dict[tupl
 
 
 def gpu_of(name: str) -> str:
-    """The GPU of a file, as "H200"."""
     return str(result(name)["machine"]).partition("NVIDIA ")[2].split(" ")[0]
 
 

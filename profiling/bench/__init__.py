@@ -1,7 +1,7 @@
 """``python -m profiling.bench``: check layers and models, then time them beside dense PyTorch.
 
-The module of a bench has NAME, DESCRIPTION, the table of its OPTIONS, the SECONDS of a case, ``cases(bench)`` and the
-fields that are SHOWN.
+The module of a bench has a docstring for --help, the table of its OPTIONS, the SECONDS of a case, ``cases(bench)`` and
+the fields that are SHOWN.
 """
 
 import argparse
@@ -23,19 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     SystemExit(2).
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words.pop(0) if words and words[0] in BENCHES else "layers"
+    name, command = "layers", "profiling.bench"
+    if words and words[0] in BENCHES:
+        name = words.pop(0)
+        command += f" {name}"
     module = importlib.import_module(f"profiling.bench.{name}")
-    top = argparse.ArgumentParser(
-        prog=f"python -m {module.NAME}",
-        description=module.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser(f"python -m {command}", description=module.__doc__, formatter_class=formatter)
     if name == "layers":
         top.add_argument("ops", nargs="*", type=module.words(module.OPS), default=[["ffn"]], metavar="OP")
     harness.add_options(top, module.OPTIONS, module.SECONDS)
 
     def run() -> int:
-        bench = harness.Bench(module.NAME, top.parse_intermixed_args(words))
+        bench = harness.Bench(command, top.parse_intermixed_args(words))
         return bench.run(module.cases(bench), module.SHOWN)
 
-    return exit_status(module.NAME, run)
+    return exit_status(command, run)

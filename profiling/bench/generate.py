@@ -1,4 +1,10 @@
-"""``python -m profiling.bench generate``: ``generate`` of transformers, stock and after README's ``sparsify``."""
+"""``python -m profiling.bench generate``: ``generate`` of transformers, stock and after README's ``sparsify``.
+
+Time a drawn model of transformers with stock layers and with sparse ones, of the same weights, in bfloat16. "prompt" is
+a forward pass on --prompts sequences of --prompt tokens without a cache. "eager" and "static" make --new tokens, the
+likeliest, for each of some sequences, with the default cache, and with one whose steps transformers compiles and
+replays as CUDA graphs.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,13 +21,6 @@ from twell.commands.timing import Call
 from twell.integrations.transformers import sparsify
 from twell.nn.models import explain
 
-NAME = "profiling.bench generate"
-DESCRIPTION = """\
-Time a drawn model of transformers with stock layers and with sparse ones, of the same weights, in bfloat16. "prompt" is
-a forward pass on --prompts sequences of --prompt tokens without a cache. "eager" and "static" make --new tokens, the
-likeliest, for each of some sequences, with the default cache, and with one whose steps transformers compiles and
-replays as CUDA graphs.
-"""
 CACHES = {"eager": None, "static": "static"}
 OPTIONS = {
     "--model": (models.sizes, "16x2048x5632", "1.5B, large or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]"),

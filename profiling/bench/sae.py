@@ -1,22 +1,5 @@
-"""``python -m profiling.bench sae``: a sparse autoencoder beside dense PyTorch, forward and in training."""
+"""``python -m profiling.bench sae``: a sparse autoencoder beside dense PyTorch, forward and in training.
 
-import functools
-import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from profiling.bench.layers import COMPILE, SCREENED
-from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Autoencoder, codes, dense, draw, right, sparse
-from profiling.harness import Bench, Case, Row, Settled, Variant, Way, agrees
-from twell.choose.plan import route_of
-from twell.commands.request import at_least, number_above
-from twell.commands.timing import Call
-
-NAME = "profiling.bench sae"
-DESCRIPTION = """\
 Time a sparse autoencoder, y = a W_dec + b_dec of pre = (x - b_dec) W_enc + b_enc, by twell.sparse_ffn beside dense
 PyTorch. "even" and "skewed" are JumpReLU: a is pre where it exceeds the threshold of its neuron. Each neuron fires
 alike, or at a log-normal rate: ln(rate) has a standard deviation of 2, and no rate exceeds 0.5. "topk" is ReLU of the
@@ -27,19 +10,31 @@ most 2 % in norm, in training by 5 %.
 ms is the median of CUDA graphs, queued_ms of eager calls among many in a row. peak_bytes is of a training step, with
 weights, gradients, x and dy.
 """
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from profiling.bench.layers import COMPILE, SCREENED, compiled
+from profiling.bench.sae_problem import PARAMETERS, PATTERNS, Autoencoder, codes, dense, draw, sparse
+from profiling.harness import Bench, Case, Row, Settled, Variant, Way, agrees
+from twell.choose.plan import route_of
+from twell.commands.request import at_least, number_above
+from twell.commands.timing import Call
+
 OPS = ("forward", "training")
 STRATEGIES = ("row", "union", "auto", SCREENED)
 # "topk" is for up to so many neurons
 MOST_TOPK = 65_536
-
-
 GRAPH, QUEUED = Way("graph", "ms", "over_dense"), Way("queued", "queued_ms", "queued_over_dense", share=0.5, least=4)
 SHOWN = (
     "pattern", "op", "n", "variant", "strategy", "nonzeros", "ms", "over_dense", "queued_ms", "queued_over_dense",
     "peak_bytes",
 )  # fmt: skip
-
-
 OPTIONS = {
     "--neurons": (at_least(8), [16_384, 65_536, 262_144], "of the autoencoder"),
     "--hidden": (at_least(8), 2304, "size of x"),
@@ -83,16 +78,15 @@ class Measured:
         return call
 
     def variants(self) -> Iterator[Variant]:
-        """Dense PyTorch, then the strategies."""
-        plain, mode = self.o.thresholds is not None, self.given["compile"]
+        plain = self.o.thresholds is not None
         # torch.topk keeps whichever of equal values it likes
-        answer = self.by(functools.partial(right, kept=self.kept))("")(0)
+        answer = self.by(functools.partial(dense, kept=self.kept))("")(0)
         ours = agrees(lambda i: answer, self.op == "training")
         check = ours if plain else None
-        yield Variant("dense eager", self.by(dense), self.copies, "", check, self.note)
-        if mode != "none":
-            options: Any = {"fullgraph": True, "dynamic": False, "mode": None if mode == "default" else mode}
-            yield Variant("dense compiled", self.by(torch.compile(dense, **options)), self.copies, "", check, self.note)
+        layers = {"dense eager": dense, "dense compiled": compiled(self.given["compile"], dense)}
+        for name, layer in layers.items():
+            if layer is not None:
+                yield Variant(name, self.by(layer), self.copies, "", check, self.note)
         # in training they are the same; TopK chooses among whole gates, without the screen
         asked = ["union" if name == "row" and self.op == "training" else name for name in self.given["strategies"]]
         for name in dict.fromkeys(name for name in asked if name != SCREENED or plain):
@@ -107,7 +101,6 @@ class Measured:
 def cases(bench: Bench) -> Iterator[Case]:
     given = bench.arguments
     bench.given["compile"] = given.compile or ("default" if bench.device.torch_device.type == "cuda" else "none")
-    torch._dynamo.config.recompile_limit = 256
     sizes = {"m": given.tokens, "k": given.hidden, "nonzeros": given.nonzeros, "top_k": given.top_k}
     ways = [GRAPH] if given.no_eager else [GRAPH, QUEUED]
 

@@ -39,10 +39,12 @@ def sparse(x: Tensor, o: Autoencoder, strategy: Any) -> Tensor:
     return y
 
 
-def dense(x: Tensor, o: Autoencoder) -> Tensor:
-    """y [M, K] by PyTorch's operators."""
+def dense(x: Tensor, o: Autoencoder, kept: Tensor | None = None) -> Tensor:
+    """y [M, K] by PyTorch's operators, of the codes that are ``kept`` if these are given."""
     pre = F.linear(x - o.b_dec.detach(), o.w_enc, o.b_enc)
-    if o.thresholds is not None:
+    if kept is not None:
+        hidden = torch.where(kept, pre, 0)
+    elif o.thresholds is not None:
         hidden = torch.where(pre > o.thresholds, pre, 0)
     else:
         values, chosen = pre.relu().topk(o.k)
@@ -57,11 +59,6 @@ def codes(o: Autoencoder) -> Tensor:
         pre = F.linear(x, o.w_enc, o.b_enc)
         found.append(pre > o.thresholds if o.thresholds is not None else largest(pre, o.k))
     return torch.cat(found)
-
-
-def right(x: Tensor, o: Autoencoder, kept: Tensor) -> Tensor:
-    """y of PyTorch's operators for the codes that are ``kept``."""
-    return F.linear(torch.where(kept, F.linear(x - o.b_dec.detach(), o.w_enc, o.b_enc), 0), o.w_dec.t(), o.b_dec)
 
 
 def draw(pattern: str, n: int, device: torch.device, *, m: int, k: int, nonzeros: float, top_k: int) -> Autoencoder:

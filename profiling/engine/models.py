@@ -1,9 +1,7 @@
 """Drawn models to serve, as checkpoints of transformers: Llamas, and a Nemotron-H with routed experts."""
 
-import argparse
 import dataclasses
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -61,12 +59,8 @@ _SAMPLE = (4, 128)
 
 def sizes(text: str) -> LlamaSizes:
     """An argparse type: the name of a Llama, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]."""
-    drawn = DRAWN.get(text)
-    if isinstance(drawn, LlamaSizes):
-        return drawn
-    if not re.fullmatch(r"\d+(x\d+){2,4}", text):
-        raise argparse.ArgumentTypeError(f"expected 1.5B, large or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], got {text!r}")
-    shape = models_random.parse_sizes(text)
+    llamas = {name: drawn for name, drawn in DRAWN.items() if isinstance(drawn, LlamaSizes)}
+    shape = models_random.parse_sizes(text, llamas)
     return dataclasses.replace(shape, kv=min(4, shape.heads))
 
 
