@@ -7,8 +7,10 @@ described as ``name: text``; short ones share a paragraph.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -17,9 +19,8 @@ import torch
 from sphinx.application import Sphinx
 
 import twell
+from profiling import reference
 
-# Modules whose names docstrings use.
-_MODULES = ("twell", "twell.nn", "twell.recipe", "twell.nn.distributed", "twell.integrations.transformers")
 _LITERAL = re.compile(r"(``.+?``)")
 _MARKUP = re.compile(r"[|\\]|(?<![\w*])\*(?=\S)|(?<=\w)_(?!\w)")
 _RULE = re.compile(r"=+( +=+)+$")
@@ -28,13 +29,10 @@ _RULE = re.compile(r"=+( +=+)+$")
 def linked() -> dict[str, str]:
     """The full name of each documented object, by the names that docstrings use. A short name must be unambiguous."""
     found: dict[str, str] = {}
-    for module in _MODULES:
-        for name in importlib.import_module(module).__dict__.get(
-            "__all__", ("SparseAutoencoder", "SparseGatedMLP", "SparseMLP")
-        ):
+    for module in reference.MODULES:
+        for name in importlib.import_module(module).__all__:
             full = f"{module}.{name}"
-            found[full] = full
-            found[full.removeprefix("twell.")] = full
+            found |= {full: full, full.removeprefix("twell."): full}
             if "_" in name.strip("_") or name[0].isupper():
                 found[name] = full
     return found
@@ -98,13 +96,7 @@ def literal(before: list[str]) -> bool:
 
 def blocks(lines: list[str]) -> list[list[str]]:
     """Split lines into paragraphs."""
-    found: list[list[str]] = [[]]
-    for line in lines:
-        if not line.strip():
-            found.append([])
-        else:
-            found[-1].append(line)
-    return [block for block in found if block]
+    return [list(block) for filled, block in itertools.groupby(lines, lambda line: bool(line.strip())) if filled]
 
 
 def items(lines: list[str]) -> list[str]:
@@ -121,10 +113,9 @@ def items(lines: list[str]) -> list[str]:
 
 def arguments(thing: Any) -> list[str]:
     """Names that a docstring may describe: parameters of a function, fields of a class."""
-    try:
-        found = list(inspect.signature(thing).parameters)
-    except (TypeError, ValueError):
-        found = []
+    found: list[str] = []
+    with contextlib.suppress(TypeError, ValueError):
+        found += inspect.signature(thing).parameters
     return found + [name for name in getattr(thing, "__annotations__", {}) if not name.startswith("_")]
 
 
@@ -158,21 +149,16 @@ def read_page(app: Sphinx, page: str, source: list[str]) -> None:
 
     def images(found: re.Match[str]) -> str:
         stem, alt = found.groups()
-        each = (
-            f"```{{image}} {stem}-{theme}.svg\n:class: only-{theme}\n:alt: {alt}\n```" for theme in ("light", "dark")
-        )
-        return "\n\n".join(each)
+        of = f"```{{image}} {stem}-THEME.svg\n:class: only-THEME\n:alt: {alt}\n```"
+        return f"{of.replace('THEME', 'light')}\n\n{of.replace('THEME', 'dark')}"
 
     text = HIDDEN.sub(r"\1", PICTURE.sub(images, source[0]))
     if page == "docstrings":
-        each = "".join(f".. autofunction:: {name}({given(name)})\n" for name in twell.ops.__all__)
-        text += f"\ntwell.ops\n---------\n\n.. py:module:: twell.ops\n\n{each}"
+        text += "\ntwell.ops\n---------\n\n.. py:module:: twell.ops\n\n"
+        for name in twell.ops.__all__:
+            given = ", ".join(each.name for each in getattr(twell.ops, name)._schema.arguments)
+            text += f".. autofunction:: {name}({given})\n"
     source[0] = re.sub(OUTSIDE % (page.count("/") + 1), r"{download}`\1 <\2>`", text)
-
-
-def given(operator: str) -> str:
-    """The arguments of an operator."""
-    return ", ".join(each.name for each in getattr(twell.ops, operator)._schema.arguments)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def sizes(rows: Sequence[Row]) -> str:
 
 
 # The line at the speed of dense.
-BASELINE = {"color": MUTED, "linewidth": 1.2}
+BASELINE: dict[str, Any] = {"color": MUTED, "linewidth": 1.2}
 
 
 def legend(figure: SubFigure, entries: Mapping[str, Any]) -> None:

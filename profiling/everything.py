@@ -30,12 +30,12 @@ from typing import Any
 
 import twell
 from profiling.measurements import ALL, Measurement, shown_command
+from profiling.tables import RESULTS
 from twell.base import files
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.runtime import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).resolve().parent / "results"
 # Seconds of its budget that a command leaves unused.
 SPARE_S = 20
 # Exit status of a command, and of this one, that left something for the next call.
@@ -50,7 +50,6 @@ def named(path: Path, what: str) -> str:
 
 
 def present() -> str:
-    """The hash of the present kernels."""
     return str(fingerprint.source_hash())[:12]
 
 
@@ -62,29 +61,28 @@ def is_old(each: Measurement) -> bool:
     path = RESULTS / f"{each.name}.json"
     if each.dated and path.exists():
         return False
-    if named(path, "kernels") != present() or json.loads(path.read_text()).get("complete") is False:
+    if named(path, "kernels") != present() or is_partial(path):
         return True
     return each.host and named(path, "twell") != twell.__version__
 
 
+def is_partial(path: Path) -> bool:
+    return path.exists() and json.loads(path.read_text()).get("complete") is False
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status("profiling.everything", lambda: run(parser().parse_args(argv)))
-
-
-def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("names", nargs="*", metavar="NAME", help="results to make (default: all that are older)")
     top.add_argument("--list", action="store_true", help="print what is older than the present kernels and end")
     top.add_argument("--out", type=Path, help="folder for results, logs and done.json")
-    top.add_argument(
-        "--budget-s", type=at_least(1), default=540, metavar="S", help="seconds of this call (%(default)s)"
-    )
+    said = "seconds of this call (%(default)s)"
+    top.add_argument("--budget-s", type=at_least(1), default=540, metavar="S", help=said)
     top.add_argument("--real", type=Path, metavar="FOLDER", help="recorded layers 3 and 6 of a model")
-    return top
+    arguments = top.parse_args(argv)
+    return exit_status("profiling.everything", lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the list, or run what is chosen and missing."""
     known = {each.name: each for each in ALL}
     if unknown := [name for name in arguments.names if name not in known]:
         raise RequestError(f"NAME must be one of {', '.join(known)}, got {', '.join(unknown)}")
@@ -126,7 +124,6 @@ class Runner:
 
     @property
     def left_s(self) -> float:
-        """Seconds left of the budget."""
         return self.end - time.monotonic()
 
     def run(self, chosen: Sequence[Measurement], named: bool) -> int:
@@ -137,11 +134,8 @@ class Runner:
         found = {each.name: self.measure(each) for each in chosen if each.name not in lacking}
         failed = [name for name, status in found.items() if status not in (0, LEFT)]
         left = [name for name, status in found.items() if status == LEFT]
-        for what, names in (
-            ("left out, as they need --real", lacking),
-            ("failed or red", failed),
-            ("left for the next call", left),
-        ):
+        said = {"left out, as they need --real": lacking, "failed or red": failed, "left for the next call": left}
+        for what, names in said.items():
             if names:
                 self.say(f"{what}: {', '.join(names)}")
         return 1 if failed else LEFT if left else 0
@@ -157,7 +151,7 @@ class Runner:
             self.say(f"{name}: command {number + 1} of {count}, about {seconds} s")
             began, written = time.monotonic(), modified(path)
             status = self.execute(name, measurement.commands[number])
-            if status in (0, 1) and path.exists() and json.loads(path.read_text()).get("complete") is False:
+            if status in (0, 1) and is_partial(path):
                 status = LEFT
             taken = round(time.monotonic() - began, 1)
             self.say(f"{name}: exit status {status} after {taken} s")

@@ -54,5 +54,5 @@ FROZEN = tuple(each for kind, each in _FOUND if kind == "frozen")
 
 def shown_command(command: str) -> str:
     """A command as a page shows it: words in capitals for what the reader chooses."""
-    words = command.replace(" --budget-s $BUDGET", "").replace("$OUT", "FILE").replace("$FOLDER", "OUT")
-    return words.replace("$REAL", "REAL")
+    words = command.replace(" --budget-s $BUDGET", "")
+    return string.Template(words).substitute(OUT="FILE", FOLDER="OUT", REAL="REAL")

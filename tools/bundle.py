@@ -20,13 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
 
-
 # folders of a checkout; scratch/ is for experiments and need not exist
 FOLDERS = ("tests", "profiling", "examples", "scratch")
-
 # pip matches manylinux platforms one by one
 PLATFORMS = [f"manylinux_2_{minor}_{platform.machine()}" for minor in (17, 24, 27, 28)]
-
 # parts of a wheel that only builds need
 UNUSED = ("/include/", "/src/", ".pyi", "/share/")
 
@@ -71,7 +68,6 @@ def foreign_to_bundle(out: Path) -> str:
 
 
 def make(arguments: argparse.Namespace, out: Path) -> None:
-    """Fill the folder of a bundle."""
     site = out / "site"
     unpack(arguments.wheel, site)
     # the version of tvm-ffi that the kernels were linked to
