@@ -38,8 +38,6 @@ FAMILY = ["fatrelu", "relu", "relu2", "drelu"]
 
 @dataclass
 class Options(Text):
-    """Options of the model and of its sparsity."""
-
     model: str = field(kw_only=True, metadata={"help": "a folder of save_pretrained with its tokenizer, or a Hub id"})
     activation: str = field(default="fatrelu", metadata={"help": "the new one; drelu needs a gate", "choices": FAMILY})
     nnz: float = field(default=30, metadata={"help": "non-zeros per token at the end"})

@@ -98,8 +98,6 @@ class Device(timing.Device):
 
 
 class Gpu(timing.Gpu, Device):
-    """The current CUDA device, ``torch_device``."""
-
     def eager(self, way: str, call: Call, copies: int) -> Recording:
         return Eager(way, call, copies)
 
@@ -107,7 +105,6 @@ class Gpu(timing.Gpu, Device):
         testing.poison_memory(self.torch_device)
 
     def peak(self, call: Call) -> int | None:
-        """Peak bytes by the allocator's count."""
         self._settle(call)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -138,7 +135,6 @@ class Gpu(timing.Gpu, Device):
         return (at_step() - first) / calls
 
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
-        """Saved bytes by the allocator's count of requests."""
 
         def requested() -> int:
             return int(torch.cuda.memory_stats()["requested_bytes.all.current"])

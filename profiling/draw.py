@@ -88,7 +88,6 @@ def filled(text: str, width: int) -> str:
 
 
 def darkened(light: str) -> str:
-    """A picture in the colours of a dark page."""
     return re.sub("#[0-9a-f]{6}(?![0-9a-f])", lambda match: DARK[match[0]], light)
 
 

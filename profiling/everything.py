@@ -191,7 +191,6 @@ class Runner:
 
 
 def modified(path: Path) -> int:
-    """When a file was written; 0 if there is none."""
     return path.stat().st_mtime_ns if path.exists() else 0
 
 

@@ -61,7 +61,6 @@ def layers() -> str:
 
 
 def errors() -> str:
-    """The range of errors over dense's."""
     rows = [measured(name, op) for op in OPS for name in LAYERS]
     said = [span([row[kind] / row[f"dense_{kind}"] for row in rows]) for kind in ("frobenius", "worst_row")]
     return f"Errors against float64 are {said[0]} times those of dense PyTorch in norm, and {said[1]} in the worst row."
@@ -75,7 +74,7 @@ def mean_speedups(name: str = LAYER_FILE, field: str = "speedup_dense") -> list[
 def headline() -> str:
     """One number each for inference, training and whole models, and for layers on the other GPU."""
     forward, train, *queued = *mean_speedups(), *mean_speedups(field="queued_speedup")
-    other, found = mean_speedups(OTHER_FILE), [*pairs(timed(configurations()))]
+    other, found = mean_speedups(OTHER_FILE), [*pairs()]
     gains = [theirs["ms"] / ours["ms"] for theirs, ours in found]
     names = [ours["config"] for _, ours in found]
     here, there = gpu_of(LAYER_FILE), gpu_of(OTHER_FILE)
@@ -92,7 +91,6 @@ def headline() -> str:
 
 
 def layers_elsewhere() -> str:
-    """Speed-ups of the layers on the other GPU."""
     said = []
     for op, mean in zip(OPS, mean_speedups(OTHER_FILE), strict=True):
         gains = [measured(name, op, OTHER_FILE)["speedup_dense"] for name in LAYERS]
@@ -103,12 +101,8 @@ def layers_elsewhere() -> str:
 def memory() -> str:
     """Memory kept for backward and peaks of a layer with 29 non-zeros; they hardly depend on this number."""
     cells = []
-    for said, forward, train in (
-        ("dense, eager", "dense eager", "dense eager train"),
-        ("dense, compiled", "dense compiled", "dense compiled train"),
-        ('twell, "{}"', "ffn", "train"),
-    ):
-        step, inference = (measured("topic29", each) for each in (train, forward))
+    for said, kind in (("dense, eager", "dense eager "), ("dense, compiled", "dense compiled "), ('twell, "{}"', "")):
+        step, inference = measured("topic29", f"{kind}train"), measured("topic29", kind.strip() or "ffn")
         sizes = step["kept_bytes"], step["peak_bytes"], inference["peak_bytes"]
         cells.append([said.format(step["strategy"]), *(f"{size / 16384 / 1e3:.1f}" for size in sizes)])
     header = ["KB per token", "kept for backward", "peak of a training step", "peak of a forward pass"]
@@ -203,9 +197,8 @@ def host_times() -> str:
 
 def auto_losses() -> str:
     """What "auto" loses at the points outside of its table."""
-    found = result("held_out")
+    found, parts = result("held_out"), []
     losses = [row["loss"] for row in found["rows"]]
-    parts = []
     for kind, training in (("forward", False), ("training", True)):
         own = [row["loss"] for row in found["rows"] if row["training"] == training]
         parts.append(f"{100 * statistics.mean(own):.2f} % over {len(own)} {kind} points")
@@ -250,15 +243,11 @@ def configurations() -> list[dict[str, Any]]:
     return found
 
 
-def timed(runs: Sequence[dict[str, Any]]) -> list[Row]:
-    """The timed rows of these runs, sorted by model and operation."""
-    rows = [row for run in runs for row in run["rows"] if row["ms"] and not row["red"]]
+def pairs() -> Iterator[tuple[Row, Row]]:
+    """The faster dense and the faster sparse row of each model and operation, sorted by these."""
+    rows = [row for run in configurations() for row in run["rows"] if row["ms"] and not row["red"]]
     order = list(dict.fromkeys(row["config"] for row in rows))
-    return sorted(rows, key=lambda row: (order.index(row["config"]), list(PASSES).index(row["op"])))
-
-
-def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """The faster dense and the faster sparse row of each model and operation."""
+    rows.sort(key=lambda row: (order.index(row["config"]), list(PASSES).index(row["op"])))
     for own in by_case(rows, "config", "op").values():
         sides = [[row for name, row in own.items() if name.startswith(what)] for what in ("dense", "sparse")]
         if all(sides):
@@ -270,7 +259,7 @@ def models() -> str:
     """The faster dense and sparse variants of models of the paper's sizes, without LM head."""
     counts = {each["config"]: statistics.fmean(each["non_zeros"]) for run in configurations() for each in run["models"]}
     rows = []
-    for theirs, ours in pairs(timed(configurations())):
+    for theirs, ours in pairs():
         if ours["op"] == "logits":
             continue
         cells = [f"{ours['config']} ({counts[ours['config']]:.0f})", PASSES[ours["op"]]]

@@ -107,7 +107,6 @@ class Settled:
             self.now = variant.by(self.strategy)
 
     def checked(self) -> Verdict:
-        """Check the call in memory of NaN, and what eager calls run in its place."""
         check, last = self.variant.check, self.variant.copies - 1
         if check is None:
             return {}, ""
@@ -384,7 +383,6 @@ class Bench:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Add rows and write the file."""
         self.rows += rows
         if self.out is None:
             return
@@ -399,7 +397,6 @@ class Bench:
             self.failed = True
 
     def timed(self, base: Row, variants: Iterable[Variant], ways: Sequence[Way], share: float = 1.0) -> list[Row]:
-        """The rows of a case, which takes this share of the seconds."""
         return timed(base, variants, ways, self.device, self.arguments.seconds * share, self.arguments.profile)
 
     @torch.no_grad()

@@ -162,25 +162,6 @@ def most_nonzeros() -> str:
 FP8 = "dense fp8"
 
 
-def e4m3() -> str:
-    """The section on figures of docs/float8.md."""
-    size, large = ("K = {k:,}, N = {n:,}".format(**result(name)["rows"][0]) for name in ("float8", "float8_large"))
-    return "\n\n".join(
-        [
-            "## What to expect",
-            f"{size}: microseconds of a call in CUDA graphs, x quantised within. Dense fp8 is the fastest form of "
-            "`torch._scaled_mm` with passes that quantise, bf16 twell the fastest strategy in 16 bits:",
-            e4m3_speed("float8"),
-            e4m3_errors(),
-            f"Few tokens, {large}, with weights that are not in L2:",
-            e4m3_speed("float8_large", tokens=(1, 64)),
-            "Decoding by a layer of 128 experts, 6 for each token, of Nemotron 3 Nano's sizes (K = 2,688, N = 1,856), "
-            "where 9.3 % of the neurons fire. Routes and zeros are drawn. Grouped products are PyTorch's:",
-            signed(e4m3_experts(), "float8", "float8_large", "float8_experts", between=". And "),
-        ]
-    )
-
-
 def e4m3_layers(name: str) -> Iterable[dict[str, Row]]:
     """The variants of each layer and number of tokens."""
     return by_case(good(name, "us"), "workload", "k", "n", "m").values()
@@ -220,7 +201,7 @@ def e4m3_errors() -> str:
 
 
 def e4m3_experts() -> str:
-    """Layers of experts in 16 bits and in e4m3."""
+    """Layers of experts in 16 bits and in e4m3, and the machines of all results in e4m3."""
     rows, names = [], ("grouped products", '"row"', 'e4m3 "auto"')
     for (sequences,), of in by_case(result("float8_experts")["rows"], "sequences").items():
         times = [of[name]["us"] for name in names]
@@ -228,7 +209,7 @@ def e4m3_experts() -> str:
             gains = [bold(time / times[-1]) for time in times[:2]]
             rows.append([f"{sequences:,}", *(f"{time:.0f}" for time in times), *gains])
     header = ["sequences", "bf16 grouped products, us", 'bf16 "row"', names[-1], "over grouped", 'over bf16 "row"']
-    return markdown(header, "r" * len(header), rows)
+    return signed(markdown(header, "rrrrrr", rows), "float8", "float8_large", "float8_experts", between=". And ")
 
 
 # Pages
@@ -297,7 +278,6 @@ def beside_others() -> str:
 
 
 def results() -> str:
-    """What is in each file of results."""
     found = [*measurements.ALL, *measurements.FROZEN]
     rows = [[f"`{each.name}`", each.content, each.shown] for each in found if (RESULTS / f"{each.name}.json").exists()]
     return markdown(["file", "content", "shown in"], "lll", rows)
@@ -313,13 +293,14 @@ TABLES: dict[str, Callable[[], str]] = {
     )
 }
 TABLES |= {"layers on an H100": figures.layers_elsewhere, "over-full": figures.overfull, "host": figures.host_times}
-TABLES |= {"several GPUs": figures.several_gpus, "most non-zeros": most_nonzeros, "float8": e4m3, "files": results}
+TABLES |= {"several GPUs": figures.several_gpus, "most non-zeros": most_nonzeros, "files": results}
+TABLES |= {"float8": lambda: e4m3_speed("float8"), "float8, few": lambda: e4m3_speed("float8_large", tokens=(1, 64))}
+TABLES |= {"float8, errors": e4m3_errors, "float8, experts": e4m3_experts}
 TABLES["machine"] = lambda: machine(result(figures.LAYER_FILE))
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(text: str) -> str:
-    """A page with all of its tables filled."""
     tables = {**TABLES, **reference.blocks()} if "<!-- table: " in text else {}
 
     def table(match: re.Match[str]) -> str:

@@ -49,7 +49,6 @@ def _check_out(out: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and print. Raises RequestError if the request cannot be met."""
     out: Path = arguments.out
     _check_out(out)
     loaded = saved_model.load(arguments, remedy=saved_model.ACTIVATION_OPTION)

@@ -32,7 +32,6 @@ def main() -> int:
 
 
 def of_wheel(path: Path) -> list[str]:
-    """Faults of the compiled code in a wheel."""
     from cute_kernels import catalog, fingerprint
 
     faults = []

@@ -48,8 +48,6 @@ SECONDS = 1.0
 
 
 class Weights(Quantised):
-    """The same layer in e4m3 and in 16 bits."""
-
     def wide(self, x: Tensor, strategy: Any) -> Tensor:
         return testing.sparse_output(self.problem._replace(x=x), strategy=strategy)
 
@@ -98,7 +96,6 @@ class Measured:
         return harness.whole(call, len(self.parts))[:CHECKED]
 
     def by(self, function: Callable[[Weights, Tensor, Any], Tensor]) -> Callable[[Any], Call]:
-        """Calls of ``function(weights, tokens, strategy)``."""
         layers, parts = self.layers, self.parts
         return lambda strategy: lambda i: (function(layers[i % len(layers)], parts[i % len(parts)], strategy),)
 

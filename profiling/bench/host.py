@@ -72,8 +72,6 @@ class Dense(nn.Module):
 
 
 class Function(nn.Module):
-    """The function of a layer on its weights, by a strategy."""
-
     def __init__(self, like: SparseFFN, strategy: Any) -> None:
         super().__init__()
         self.weights = nn.ParameterList([child.weight for child in like.children()])

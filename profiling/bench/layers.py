@@ -121,8 +121,6 @@ def firing(active: Tensor) -> Firing:
 
 
 class Layer:
-    """A workload: the problem, and dense functions."""
-
     def __init__(self, problem: FFN, bench: Bench, dense: Callable[..., Tensor] | None) -> None:
         self.problem, self.bench = problem, bench
         self.m, self.k = problem.x.shape
@@ -269,7 +267,6 @@ class Training:
             yield self.variant(op, self.of_sparse, requested)
 
     def step(self, one: Callable[[int], tuple[tuple[Tensor, ...], Tensor]]) -> Call:
-        """The gradients of the leaves of a forward pass."""
 
         def call(i: int) -> tuple[Tensor, ...]:
             leaves, y = one(i % self.copies)

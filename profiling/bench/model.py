@@ -70,25 +70,29 @@ SECONDS = 1e-3
 
 
 class Subject:
-    """A model with random weights, drawn for ``pattern``, and its tokens [sequences, tokens]."""
+    """A model with random weights, its tokens [sequences, tokens], and facts of it for files."""
 
     def __init__(self, arguments: argparse.Namespace, needed: int, shape: LlamaSizes, device: torch.device) -> None:
         topic = Pattern.topic if arguments.topic is None else arguments.topic
         pattern = Pattern(arguments.nnz or drawn.paper_nnz(shape), topic=topic)
-        self.name, self.pattern, self.device = shape.name, str(pattern), device
         self.ids = drawn.draw_ids(shape, needed, arguments.sequence, topic)
         try:
             self._model = drawn.build(shape, arguments.sequence, device)
         except ValueError as error:
             raise RequestError(f"--config {shape.name}: {error}") from None
         drawn.draw(self._model, self.ids, pattern)
-        self.parameters = sum(parameter.numel() for parameter in self._model.parameters())
         ids = self.ids[:: max(needed // ANALYZED, 1)][:ANALYZED].cpu()
         narrow = self.cast(torch.bfloat16)
         counted, _ = report.count(narrow, torch.split(ids, 4), found(narrow)[0], run=narrow.base_model)
-        self.non_zeros = [each.mean for each in counted]
-        self.unions = [math.nan if each.union is None else each.union for each in counted]
-        self.candidates = [each.candidates for each in counted]
+        self.facts: dict[str, Any] = {
+            "config": shape.name,
+            "layers": len(counted),
+            "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+            "pattern": str(pattern),
+            "non_zeros": [each.mean for each in counted],
+            "unions": [each.union for each in counted],
+            "candidates": [each.candidates for each in counted],
+        }
 
     def cast(self, dtype: torch.dtype, copied: bool = False) -> Any:
         """The model in a dtype, or a copy of it."""
@@ -96,19 +100,15 @@ class Subject:
         cast(model, dtype)
         return model
 
-    def facts(self) -> dict[str, Any]:
-        names = ("parameters", "pattern", "non_zeros", "unions", "candidates")
-        return {"config": self.name, "layers": len(self.non_zeros), **{name: getattr(self, name) for name in names}}
-
 
 class Operation:
     """One operation on one model, in passes of ``micro_batch`` sequences on two batches in turn."""
 
     def __init__(self, subject: Subject, op: str, bench: Bench) -> None:
         self.subject, self.op, self.bench, self.training = subject, op, bench, op == "train"
-        given = bench.given
+        given, device = bench.given, bench.device.torch_device
         sequences = given["micro_batch"] * given["accumulate"] if self.training else given["batch"]
-        self.batches = [ids.to(subject.device) for ids in subject.ids[: 2 * sequences].split(sequences)]
+        self.batches = [ids.to(device) for ids in subject.ids[: 2 * sequences].split(sequences)]
         self.micro_batch = given["micro_batch"] if self.training else sequences
         self.checked = self.batches[0][: self.micro_batch if self.training else min(CHECKED, sequences)]
         self.truth = self.results(subject.cast(torch.float32, copied=not self.training), None, self.checked, 1)
@@ -116,16 +116,15 @@ class Operation:
         self.model = subject.cast(torch.float32 if self.training else torch.bfloat16)
         self.optimizer: Any = None
         if self.training:
-            fused = subject.device.type == "cuda"
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0, fused=fused)
+            parameters, fused = self.model.parameters(), device.type == "cuda"
+            self.optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=fused)
         self.first: list[Errors] = []
         # sites of the layers that chose in eager calls, by those that are compiled
         self.sites: dict[str, Any] = {}
 
     def base(self) -> Row:
-        subject, tokens = self.subject, self.batches[0].numel()
-        base = {"op": self.op, "config": subject.name, "tokens": tokens, "micro_batch": self.micro_batch}
-        return base | {"pattern": subject.pattern, "non_zeros": subject.non_zeros, "unions": subject.unions}
+        base = {"op": self.op, "tokens": self.batches[0].numel(), "micro_batch": self.micro_batch}
+        return base | {name: self.subject.facts[name] for name in ("config", "pattern", "non_zeros", "unions")}
 
     def variants(self) -> Iterator[Variant]:
         backend = self.bench.given["compile"]
@@ -215,7 +214,6 @@ class Operation:
         return {}, ""
 
     def note(self, row: Row, settled: Settled, _: object) -> None:
-        """Put errors, strategies, memory and energy into the row."""
         model, device = settled.call.model, self.bench.device  # type: ignore[attr-defined]
         row |= self.found
         kind = "training" if self.training else "inference"
@@ -258,8 +256,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     step = arguments.micro_batch * arguments.accumulate
     # two batches of each operation, so that no two successive calls are the same
     needed = 2 * max(step if op == "train" else arguments.batch for op in arguments.ops)
-    models: list[dict[str, Any]] = []
-    bench.facts["models"] = models
+    models = bench.facts["models"] = list[dict[str, Any]]()
     bench.given |= {"compile": arguments.compile or ("none" if device.type == "cpu" else "inductor")}
     bench.given["config"] = [shape.name for shape in arguments.config]
     way = Way("queued", "ms", "speedup", calls=2, least=-(-arguments.rounds // 2), warm=1)
@@ -278,11 +275,11 @@ def cases(bench: Bench) -> Iterator[Case]:
         name = shape.name
         bench.step(f"{name}: weights and tokens")
         subject = Subject(arguments, needed, shape, device)
-        models.append(subject.facts())
+        models.append(subject.facts)
         # train comes last: it casts the weights
         for op in (op for op in OPS if op in arguments.ops):
             yield {"op": op, "config": name, "variant": "any"}, functools.partial(measure, subject, op)
-        counts = ", ".join(f"{value:.3g}" for value in subject.non_zeros)
-        bench.step(f"{name}: {subject.parameters:,} parameters; non-zeros per token by layer: {counts}")
+        counts = ", ".join(f"{value:.3g}" for value in subject.facts["non_zeros"])
+        bench.step(f"{name}: {subject.facts['parameters']:,} parameters; non-zeros per token by layer: {counts}")
         del subject
         bench.device.free()

@@ -71,8 +71,6 @@ def firing(problem: Mixture) -> Iterator[Tensor]:
 
 
 class Layer:
-    """A layer of one shape, and draws of its tokens and routes."""
-
     def __init__(self, arguments: argparse.Namespace, shape: Shape, share: float, skew: float, device: Any) -> None:
         self.arguments, self.shape, self.skew = arguments, shape, skew
         self.form = activation_of(arguments.activation, 0, arguments.gated)
@@ -132,7 +130,6 @@ class Layer:
         return rows * 2.0 * self.shape.k * (self.products - 1)
 
     def variants(self, problems: Sequence[Mixture], bench: Bench, touched: float) -> Iterator[Variant]:
-        """Grouped products, then calls with weights of each dtype by each strategy."""
         once = touched * self.weight_bytes
         floors = {"dense": once * self.products, "row": once + sum(map(self.fired_bytes, problems)) / len(problems)}
 

@@ -76,8 +76,6 @@ def distributed(model: Any, device: torch.device, mode: str) -> Any:
 
 
 class Steps:
-    """A model distributed over ranks, and its training steps."""
-
     def __init__(self, base: nn.Module, mode: str, variant: str, device: torch.device, ids: Tensor) -> None:
         self.mode, self.device = mode, device
         self.model: Any = copy.deepcopy(base).to(device)
@@ -173,8 +171,9 @@ def compare(rows: Sequence[Row]) -> None:
 def cases(bench: Bench) -> Iterator[Case]:
     given, device = bench.arguments, bench.device.torch_device
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        said = "python -m torch.distributed.run --nproc-per-node 2 ..."
-        raise RequestError(f"expected several processes ({said}), got one")
+        raise RequestError(
+            "expected several processes (python -m torch.distributed.run --nproc-per-node 2 ...), got one"
+        )
     # gloo is for messages between hosts
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     ranks, compiled = dist.get_world_size(), given.compile or ("inductor" if device.type == "cuda" else "none")

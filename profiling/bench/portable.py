@@ -59,7 +59,6 @@ def gate(problems: list[FFN], output: object) -> Call:
 
 
 def product(problems: list[FFN], output: object) -> Call:
-    """The gate by PyTorch alone."""
     return lambda i: (torch.mm(problems[i].x, problems[i].w_gate.t()),)
 
 

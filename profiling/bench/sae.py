@@ -51,8 +51,6 @@ SECONDS = 2.0
 
 
 class Measured:
-    """The variants of one operation on one autoencoder: checked, then timed in turn."""
-
     def __init__(self, o: Autoencoder, kept: Tensor, op: str, bench: Bench) -> None:
         self.o, self.kept, self.op, self.device, self.given = o, kept, op, bench.device, bench.given
         self.copies = self.device.copies_for(o.x.numel() * o.x.element_size())

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,13 @@ from twell.commands import analyze
 from twell.testing.experts import FIRING
 
 LENGTH = 2304
-# Correlated output weights would make a model repeat its last token.
-_HEAD_SEED = 20
 # Prompts by their number of tokens.
 PROMPTS = {2048: 64, 128: 512}
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """Sizes of a Nemotron-H. pattern: a layer for each letter, M of Mamba, * of attention or E of experts.
-
-    heads are those of queries, of ``head`` values; Mamba has ``mamba`` heads of 64 values.
-    """
+    """A Nemotron-H. pattern: a layer for each letter, M of Mamba (heads of 64), * of attention, E of experts."""
 
     hidden: int
     neurons: int
@@ -70,13 +66,12 @@ def draw(drawn: LlamaSizes, device: str, nnz: float | None = None) -> tuple[Any,
     pattern = models_random.Pattern(nnz or 29 / testing.PAPER_NEURONS * drawn.neurons)
     models_random.draw(model, models_random.draw_ids(drawn, 64, 2048, pattern.topic, 0), pattern)
     embedding = model.get_input_embeddings().weight.detach()
-    normal = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED), device="cpu")
+    # correlated output weights would make a model repeat its last token
+    normal = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(20), device="cpu")
     model.lm_head.weight = nn.Parameter(normal.to(embedding) * embedding.float().std().to(embedding.dtype))
     # other sequences than those of the thresholds
-    return model, {
-        length: models_random.draw_ids(drawn, count, length, pattern.topic, 3 + length)
-        for length, count in PROMPTS.items()
-    }
+    ids = partial(models_random.draw_ids, drawn, topic=pattern.topic)
+    return model, {length: ids(count, length, seed=3 + length) for length, count in PROMPTS.items()}
 
 
 def draw_mixed(drawn: Mixed, device: str) -> tuple[Any, dict[int, Tensor]]:
@@ -153,7 +148,6 @@ def _calibrate(model: Any, ids: Tensor) -> None:
 
 
 def layers(model: Any) -> list[Any]:
-    """The layers of experts of a Nemotron-H."""
     return [layer.mixer for layer in model.model.layers if hasattr(layer.mixer, "experts")]
 
 
@@ -174,15 +168,14 @@ def stock(model: Any) -> Any:
 
 
 def write(folder: Path, name: str, nnz: float | None, device: str = "cuda") -> None:
-    """Write ``folder``/relu and ``folder``/prompts.json."""
     drawn = DRAWN[name]
     if isinstance(drawn, Mixed):
         model, prompts = draw_mixed(drawn, device)
+        model.save_pretrained(folder / "relu")
     else:
         llama, prompts = draw(drawn, device, nnz)
         model = stock(llama)
-    model.save_pretrained(folder / "relu")
-    if not isinstance(drawn, Mixed):
+        model.save_pretrained(folder / "relu")
         analyze.save(folder / "relu", twell.analyze(model, prompts[2048][:8].split(2)).layers)
     (folder / "prompts.json").write_text(json.dumps({length: ids.tolist() for length, ids in prompts.items()}))
 
