@@ -121,13 +121,12 @@ EXPLAINED = (
 
 
 class Bar(NamedTuple):
-    """paper: the speed-up of the paper's code, if its result was right. wrong: whether it was not."""
+    """paper: the speed-up of the paper's code, 0 if its result was wrong."""
 
     label: str
     speedup: float
     strategy: str
     paper: float | None
-    wrong: bool
 
 
 def speedup() -> Chart:
@@ -173,24 +172,23 @@ def bars_of(variant: str, suffix: str) -> Iterator[Bar]:
             continue
         ours, other = rows[variant], papers.get((workload,), {})
         theirs = other.get(f"paper{suffix}")
-        paper = None
-        if theirs and theirs["queued_ms"]:
+        paper = 0.0 if theirs and theirs["red"] else None
+        if paper is None and theirs and theirs["queued_ms"]:
             paper = min(other[f"dense {kind}{suffix}"]["queued_ms"] for kind in KINDS) / theirs["queued_ms"]
         label = f"{workload}\n{ours['nnz']:.0f} non-zeros"
-        yield Bar(label, min(dense) / ours["ms"], ours["strategy"], paper, bool(theirs and theirs["red"]))
+        yield Bar(label, min(dense) / ours["ms"], ours["strategy"], paper)
 
 
 def draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     for i, bar in enumerate(bars):
         axes.barh(i - 0.19, bar.speedup, 0.36, color=ROW)
         axes.text(bar.speedup, i - 0.19, f" {bar.speedup:.2f}x {bar.strategy}", va="center", fontsize=8.5)
-        theirs = 0.0 if bar.wrong else bar.paper
-        if theirs is not None:
-            axes.barh(i + 0.19, theirs, 0.36, color=PAPER)
-            text = f" {theirs:.2f}x" if theirs else " wrong result"
+        if bar.paper is not None:
+            axes.barh(i + 0.19, bar.paper, 0.36, color=PAPER)
+            text = f" {bar.paper:.2f}x" if bar.paper else " wrong result"
             # over the line at 1
             box = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.4}
-            axes.text(theirs, i + 0.19, text, va="center", fontsize=8.5, color=PAPER, bbox=box)
+            axes.text(bar.paper, i + 0.19, text, va="center", fontsize=8.5, color=PAPER, bbox=box)
     axes.axvline(1, zorder=1.5, **BASELINE)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.tick_params(axis="y", length=0)

@@ -5,7 +5,7 @@
     python -m profiling.everything auto screen --out results --budget-s 540 --real FOLDER
 
 Without names: all that is older than the present kernels, and host times of another version than the present one, in
-the order of ``profiling.measurements``, except for what needs an input that is not given.
+the order of ``measurements.txt``, except for what needs an input that is not given.
 A command begins if its predicted seconds are left of --budget-s; one that runs over the budget is ended. Each
 result is in --out as soon as it is done, and what each command printed in NAME.log there. done.json says which commands
 ended: the same call goes on behind them, and repeats all after a change of kernels. Copy good files to
@@ -24,22 +24,58 @@ import string
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import twell
-from profiling.measurements import ALL, Measurement, shown_command
 from profiling.tables import RESULTS
 from twell.base import files
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.runtime import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "profiling" / "measurements.txt"
 # Seconds of its budget that a command leaves unused.
 SPARE_S = 20
 # Exit status of a command, and of this one, that left something for the next call.
 LEFT = 3
+
+
+class Measurement(NamedTuple):
+    """A file of results, and the commands that make it, with predicted ``seconds`` for each.
+
+    kind: "", or "host", "dated" or "frozen", as ``measurements.txt`` explains them.
+    """
+
+    name: str
+    content: str
+    shown: str
+    commands: tuple[str, ...]
+    seconds: tuple[int, ...]
+    kind: str = ""
+
+
+def parsed(text: str) -> Iterator[Measurement]:
+    """Each measurement of a list. ValueError for a line that is none."""
+    known: dict[str, str] = {}
+    for block in re.split(r"\n(?=\w)", re.sub(r"(?m)^#.*\n|\n(?=\n)", "", text).strip()):
+        first, *commands = block.split("\n")
+        if match := re.fullmatch(r"([A-Z_0-9]+) = (.*)", first):
+            known[match[1]] = string.Template(match[2]).safe_substitute(known)
+            continue
+        match = re.fullmatch(r"(\w+)(?: \((host|dated|frozen)\))?: (.*) \| (.*)", first)
+        parts = [re.fullmatch(r"  (\d+) (.*)", line) for line in commands]
+        if match is None or None in parts:
+            raise ValueError(f"{LIST.name}: expected a name, content and commands, got {block!r}")
+        name, kind, content, shown = match.groups("")
+        words = tuple(string.Template(part[2]).safe_substitute(known) for part in parts if part)
+        yield Measurement(name, content, shown, words, tuple(int(part[1]) for part in parts if part), kind)
+
+
+# Those that can be made again, and of studies that ended.
+LISTED = tuple(parsed(LIST.read_text(encoding="utf-8")))
+ALL = tuple(each for each in LISTED if each.kind != "frozen")
 
 
 def named(path: Path, what: str) -> str:
@@ -59,11 +95,11 @@ def is_old(each: Measurement) -> bool:
     Files that stay as they are count as present.
     """
     path = RESULTS / f"{each.name}.json"
-    if each.dated and path.exists():
+    if each.kind == "dated" and path.exists():
         return False
     if named(path, "kernels") != present() or is_partial(path):
         return True
-    return each.host and named(path, "twell") != twell.__version__
+    return each.kind == "host" and named(path, "twell") != twell.__version__
 
 
 def is_partial(path: Path) -> bool:
@@ -91,7 +127,9 @@ def run(arguments: argparse.Namespace) -> int:
         for each in chosen:
             print(line(each))
             for command in each.commands if arguments.names else ():
-                print(f"          {shown_command(command)}")
+                # words in capitals for what the reader chooses
+                words = string.Template(command.replace(" --budget-s $BUDGET", ""))
+                print(f"          {words.substitute(OUT='FILE', FOLDER='OUT', REAL='REAL')}")
         print(f"{sum(sum(each.seconds) for each in chosen):6} s in all; kernels {present()}")
         return 0
     if arguments.out is None:
@@ -104,7 +142,7 @@ def line(measurement: Measurement) -> str:
     """One line of the list: predicted seconds, name, kernels of the published file, its version where that counts."""
     path = RESULTS / f"{measurement.name}.json"
     state = f"of kernels {named(path, 'kernels') or 'not named'}" if path.exists() else "not measured yet"
-    if measurement.host and path.exists():
+    if measurement.kind == "host" and path.exists():
         state += f", version {named(path, 'twell') or 'not named'}"
     return f"{sum(measurement.seconds):6} s  {measurement.name:26} {state}"
 

@@ -243,15 +243,12 @@ def profile(calls: Mapping[str, Call], times: int, device: Device) -> None:
     """Make each call ``times`` times in a range of its name, within one section of the profiler."""
     on_gpu = device.torch_device.type == "cuda"
     device.wait()
-    if on_gpu:
-        torch.cuda.profiler.start()
-    for name, call in calls.items():
-        with torch.cuda.nvtx.range(f"profile {name}") if on_gpu else nullcontext():
-            for i in range(times):
-                call(i)
-    device.wait()
-    if on_gpu:
-        torch.cuda.profiler.stop()
+    with torch.cuda.profiler.profile() if on_gpu else nullcontext():
+        for name, call in calls.items():
+            with torch.cuda.nvtx.range(f"profile {name}") if on_gpu else nullcontext():
+                for i in range(times):
+                    call(i)
+        device.wait()
 
 
 def fill(row: Row, way: Way, samples: Sequence[float], dense: Mapping[str, Sequence[float]]) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from profiling import everything, figures, measurements, reference
+from profiling import everything, figures, reference
 from profiling.tables import RESULTS, Row, bold, by_case, good, gpu_of, machine, markdown, pivot, result
 from twell.base import files
 from twell.base.text import as_percent
@@ -278,8 +278,8 @@ def beside_others() -> str:
 
 
 def results() -> str:
-    found = [*measurements.ALL, *measurements.FROZEN]
-    rows = [[f"`{each.name}`", each.content, each.shown] for each in found if (RESULTS / f"{each.name}.json").exists()]
+    found = [each for each in everything.LISTED if (RESULTS / f"{each.name}.json").exists()]
+    rows = [[f"`{each.name}`", each.content, each.shown] for each in found]
     return markdown(["file", "content", "shown in"], "lll", rows)
 
 

@@ -17,7 +17,6 @@ train     an optimizer step on --accumulate passes of --micro-batch sequences: f
 import argparse
 import copy
 import functools
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -244,7 +243,7 @@ def errors_of(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Errors]:
 def geometric_mean(errors: Sequence[Errors]) -> float:
     """Of errors in norm: all weights count the same, whatever the size of their gradients."""
     # an exact gradient counts as nearly exact
-    return math.exp(statistics.fmean(math.log(max(each.frobenius, 1e-9)) for each in errors))
+    return statistics.geometric_mean(max(each.frobenius, 1e-9) for each in errors)
 
 
 def cases(bench: Bench) -> Iterator[Case]:

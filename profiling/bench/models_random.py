@@ -162,8 +162,12 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
 
     # each sublayer adds this much to a hidden state of size 1: half of its variance in the end
     share = 1 / math.sqrt(2 * len(watched))
-    _draw_embedding(weight, pattern, normal)
-    hidden = weight.shape[1]
+    vocab, hidden = weight.shape
+    topics = _topics(vocab, pattern.topic)
+    parts = torch.arange(vocab, device=weight.device) // (vocab // topics)
+    shared = normal(topics + 1, hidden)[parts]
+    weight.copy_(math.sqrt(pattern.topic) * shared + math.sqrt(1 - pattern.topic) * normal(vocab, hidden))
+    weight[:, 0], weight[:, 1] = _CONSTANT, TOKENS * normal(vocab)
     model.get_decoder().norm.weight.fill_(_LOGIT / hidden)
     for block in model.get_decoder().layers:
         attention, mlp = block.self_attn, block.mlp
@@ -186,16 +190,6 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
     sample = ids[:: max(len(ids) // CALIBRATION, 1)][:CALIBRATION].cpu()
     observe(model, watched, [(sample,)], draw_layer, model.base_model)
     return wanted
-
-
-def _draw_embedding(weight: Tensor, pattern: Pattern, normal: Any) -> None:
-    vocab, hidden = weight.shape
-    topics = _topics(vocab, pattern.topic)
-    parts = torch.arange(vocab, device=weight.device) // (vocab // topics)
-    shared = normal(topics + 1, hidden)[parts]
-    embedding = math.sqrt(pattern.topic) * shared + math.sqrt(1 - pattern.topic) * normal(vocab, hidden)
-    embedding[:, 0], embedding[:, 1] = _CONSTANT, TOKENS * normal(vocab)
-    weight.copy_(embedding)
 
 
 def _set_gate(weight: Tensor, x: Tensor, nnz: float, drawn: Tensor, fate: Tensor) -> None:
