@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from profiling.tables import Row, by_case, good, machine, result
+from profiling.figures import Row, by_case, good, machine, result
 from twell.base import files
 
 if TYPE_CHECKING:

@@ -29,13 +29,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import twell
-from profiling.tables import RESULTS
 from twell.base import files
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.runtime import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
-LIST = ROOT / "profiling" / "measurements.txt"
+LIST, RESULTS = ROOT / "profiling" / "measurements.txt", ROOT / "profiling" / "results"
 # Seconds of its budget that a command leaves unused.
 SPARE_S = 20
 # Exit status of a command, and of this one, that left something for the next call.

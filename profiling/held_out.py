@@ -20,8 +20,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from profiling.everything import RESULTS
 from profiling.harness import show, write_json
-from profiling.tables import RESULTS
 from profiling.tune import read
 from twell import testing
 from twell.choose import cards, rates

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from profiling import everything, figures, reference
-from profiling.tables import RESULTS, Row, bold, by_case, good, gpu_of, machine, markdown, pivot, result
+from profiling.everything import RESULTS
+from profiling.figures import Row, bold, by_case, good, gpu_of, machine, markdown, pivot, result
 from twell.base import files
 from twell.base.text import as_percent
 from twell.choose import cards

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling import figures, harness, readme, tables
+from profiling import figures, harness, readme
 from profiling.bench import firing, host, layers, main, others, sae
 from profiling.bench.float8 import Weights
 from profiling.bench.layers import OPS
@@ -131,7 +131,7 @@ def test_every_bench_has_checked_and_timed_rows(
     if name == "sae":
         rows = [row | {"peak_bytes": 1} for row in rows]
         rows += [row | {"variant": "dense compiled"} for row in rows if row["variant"] == "dense eager"]
-    for module in (figures, readme, tables):
+    for module in (figures, readme):
         monkeypatch.setattr(module, "result", lambda _: found.data | {"rows": rows})
     monkeypatch.setattr(figures, "HOST_LAYERS", ((64, 264),))
     if name in TABLES:
