@@ -89,11 +89,9 @@ def present() -> str:
 
 
 def is_old(each: Measurement) -> bool:
-    """Whether its file is missing, not whole or of other kernels, or of another version where that counts.
-
-    Files that stay as they are count as present.
-    """
+    """Whether its file is missing, not whole or of other kernels, or of another version where that counts."""
     path = RESULTS / f"{each.name}.json"
+    # which stays as it is
     if each.kind == "dated" and path.exists():
         return False
     if named(path, "kernels") != present() or is_partial(path):
@@ -124,7 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = [known[name] for name in arguments.names] or [each for each in ALL if is_old(each)]
     if arguments.list:
         for each in chosen:
-            print(line(each))
+            path = RESULTS / f"{each.name}.json"
+            state = f"of kernels {named(path, 'kernels') or 'not named'}" if path.exists() else "not measured yet"
+            if each.kind == "host" and path.exists():
+                state += f", version {named(path, 'twell') or 'not named'}"
+            print(f"{sum(each.seconds):6} s  {each.name:26} {state}")
             for command in each.commands if arguments.names else ():
                 # words in capitals for what the reader chooses
                 words = string.Template(command.replace(" --budget-s $BUDGET", ""))
@@ -135,15 +137,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError("expected --out FOLDER or --list, got neither")
     arguments.out.mkdir(parents=True, exist_ok=True)
     return Runner(arguments).run(chosen, named=bool(arguments.names))
-
-
-def line(measurement: Measurement) -> str:
-    """One line of the list: predicted seconds, name, kernels of the published file, its version where that counts."""
-    path = RESULTS / f"{measurement.name}.json"
-    state = f"of kernels {named(path, 'kernels') or 'not named'}" if path.exists() else "not measured yet"
-    if measurement.kind == "host" and path.exists():
-        state += f", version {named(path, 'twell') or 'not named'}"
-    return f"{sum(measurement.seconds):6} s  {measurement.name:26} {state}"
 
 
 class Runner:

@@ -119,10 +119,7 @@ class Settled:
         return compared, red
 
     def recorded(self) -> tuple[Recording, str]:
-        """A recording, and its fault: a replay must give the bits of the call that was checked.
-
-        Libraries may choose other kernels in a graph: what PyTorch makes alone is checked again instead.
-        """
+        """A recording, and its fault: other bits than before; of libraries, which choose again, a wrong result."""
         recording, check = self.device.record(self.call, self.variant.copies, self.now), self.variant.check
         if check is None:
             return recording, ""
@@ -187,10 +184,7 @@ def ratio(value: float, base: float) -> float:
 def timed(
     base: Row, variants: Iterable[Variant], ways: Sequence[Way], device: Device, seconds: float, profiled: int = 0
 ) -> list[Row]:
-    """The rows of a case, each with ``base`` and the variant's fields; a fault while timing costs all times.
-
-    With ``profiled`` calls are made for a profiler instead of timed.
-    """
+    """The rows of a case; a fault while timing costs all times. ``profiled``: calls for a profiler instead."""
     variants = list(variants)
     blank: Row = {name: None for way in ways for name in (way.field, way.over) if name}
     blank |= {"requested": "", "strategy": "", "eager_strategy": "", "red": ""}
@@ -252,15 +246,13 @@ def profile(calls: Mapping[str, Call], times: int, device: Device) -> None:
 
 
 def fill(row: Row, way: Way, samples: Sequence[float], dense: Mapping[str, Sequence[float]]) -> None:
-    """Put the median into a row, of the first way with its spread, and the time of the fastest baseline over it.
-
-    That is the median of the ratios of each turn, since hosts wander.
-    """
+    """Put the median into a row, of the first way with its spread, and that of its ratios to the baseline."""
     median, _, p10, p90 = spread(samples)
     row[way.field] = median * way.unit
     if "samples" not in row:
         row |= {"samples": len(samples), f"p10_{way.field}": p10 * way.unit, f"p90_{way.field}": p90 * way.unit}
     if way.over and dense and all(samples):
+        # of each turn, since hosts wander
         faster = min(dense, key=lambda key: statistics.median(dense[key]))
         row[way.over] = statistics.median(other / own for own, other in zip(samples, dense[faster]))
         if way.how == "graph":
@@ -300,10 +292,7 @@ def cell(value: Any) -> str:
 
 
 def write_json(path: Path, rows: Sequence[Any], **facts: Any) -> None:
-    """Write the facts with the date, and ``rows``, one a line; infinity and NaN become null.
-
-    The file is written whole or not at all, so that an interruption leaves the old one.
-    """
+    """Write the facts with the date, and ``rows``, one a line, whole or not at all; infinity and NaN become null."""
     facts = {"machine": facts.pop("machine"), "date": tune.now(), **facts}
     lines = ",\n".join(json.dumps(_finite(row), allow_nan=False) for row in rows)
     text = json.dumps(_finite(facts), indent=1, allow_nan=False).removesuffix("\n}")
@@ -353,10 +342,7 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option], 
 
 
 class Bench:
-    """A run: the device, the rows so far, in their file after each case, and the exit status.
-
-    ``facts``: more of what the file holds. A file that cannot be written costs no measurement.
-    """
+    """A run: the device, the rows, in their file after each case, and ``facts``, more of what the file holds."""
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         check_json("--out", arguments.out)
@@ -389,6 +375,7 @@ class Bench:
             write_json(self.out, self.rows, **facts, complete=self.complete)
             self.failed = False
         except OSError as error:
+            # which costs no measurement
             if not self.failed:
                 self.step(f"error: {self.out} cannot be written: {error}")
             self.failed = True

@@ -17,11 +17,7 @@ BENCHES = ("model", "moe", "float8", "sae", "firing", "host", "adapters", "porta
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it with the arguments ``argv`` (default: sys.argv).
-
-    Returns the exit code: 0, 1 for a red row, 2 for a request that cannot be met, 130 for Ctrl-C. Bad arguments raise
-    SystemExit(2).
-    """
+    """Run it; returns 0, 1 for a red row, 2 for a request that cannot be met, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     name, command = "layers", "profiling.bench"
     if words and words[0] in BENCHES:

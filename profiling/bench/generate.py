@@ -76,6 +76,4 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 def ran(model: Any) -> dict[str, int]:
     """How many rows of ``twell.explain`` have each strategy, by tokens."""
-    return dict(
-        Counter(f"{choice.tokens} {choice.graph}".strip() + f": {choice.strategy}" for choice in explain(model))
-    )
+    return dict(Counter(f"{each.tokens} {each.graph}".strip() + f": {each.strategy}" for each in explain(model)))

@@ -76,10 +76,7 @@ SHOWN = (
 
 
 def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True) -> SparseFFN:
-    """The layer as a module, which has the memory of the problem's weights, so the down weight by rows.
-
-    ``strategy``: also a name that only "auto" chooses.
-    """
+    """The layer as a module of the problem's very weights, by any strategy, also by one that only "auto" chooses."""
     of_up = (problem.w_gate, problem.b_gate), (problem.w_up, problem.b_up)
     linears = [linear(*each) for each in (*of_up[: 1 + gated], (problem.w_down.t(), problem.b_down))]
     cls: Any = SparseGatedMLP if gated else SparseMLP
@@ -148,10 +145,7 @@ class Layer:
 
 
 class Forward:
-    """The layer on ``m`` tokens per call: call ``i`` has the i-th of ``x`` and of ``weights``, in turn.
-
-    ``parts`` of ``x`` differ. Of a call ``fires`` are the mean counts.
-    """
+    """Calls with the i-th of ``x``, of which ``parts`` differ, and of ``weights``; ``fires`` are mean counts of one."""
 
     def __init__(
         self, layer: Layer, weights: Sequence[FFN], x: Sequence[Tensor], parts: int, calls: int, fires: Firing

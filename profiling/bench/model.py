@@ -232,10 +232,7 @@ class Operation:
 
 
 def errors_of(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Errors]:
-    """Errors of outputs, or of the gradients of matrices.
-
-    Vectors are left out: a few elements hold most of the gradient of a norm's weight, so its error says little.
-    """
+    """Errors of outputs, or of the gradients of matrices: of a norm's weight few elements hold most of the gradient."""
     pairs = ((a, b) for a, b in zip(ours, exact, strict=True) if b.dim() > 1)
     return [testing.errors(a.flatten(0, -2), b.flatten(0, -2).double()) for a, b in pairs]
 

@@ -58,10 +58,6 @@ def gate(problems: list[FFN], output: object) -> Call:
     return lambda i: tuple(ops.gate_pack(problems[i].x, problems[i].w_gate, None, 8))
 
 
-def product(problems: list[FFN], output: object) -> Call:
-    return lambda i: (torch.mm(problems[i].x, problems[i].w_gate.t()),)
-
-
 OPTIONS = {
     "--workload": (str, ["topic29", "uniform29"], "as of profiling.bench"),
     "--m": (at_least(1), TOKENS, "tokens of most calls"),
@@ -96,11 +92,11 @@ def cases(bench: Bench) -> Iterator[Case]:
             Variant(family, lambda _: own, copies, check=check, within=functools.partial(kernels_of, chosen))
             for family, chosen in FAMILIES.items()
         ]
-        others = {"product": product(problems, None)} if make is gate else {
-            "dense eager": make(problems, testing.dense_output),
+        others: dict[str, Call] = {"product": lambda i: (torch.mm(problems[i].x, problems[i].w_gate.t()),)}
+        if make is not gate:
             # not compiled for any number of tokens
-            "dense compiled": make(problems, torch.compile(testing.dense_output, dynamic=False)),
-        }  # fmt: skip
+            compiled = torch.compile(testing.dense_output, dynamic=False)
+            others = {"dense eager": make(problems, testing.dense_output), "dense compiled": make(problems, compiled)}
         variants += [
             Variant(said, functools.partial(lambda call, _: call, call), copies) for said, call in others.items()
         ]

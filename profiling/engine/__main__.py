@@ -76,10 +76,7 @@ def start(name: str, spec: Mapping[str, Any]) -> Engine:
 
 
 def measure(engines: Sequence[Engine], runs: Sequence[int], until: float) -> dict[str, Row]:
-    """Let all engines take ``runs`` of each workload in turn, and end them; what each found, if it answered all.
-
-    One run more comes first, which compiles and warms up.
-    """
+    """Let engines take ``runs`` of each workload in turn, after a first one, and end them; what they found."""
     began = time.monotonic()
     found = {engine.name: engine.heard(until) for engine in engines}
     for name, facts in found.items():
@@ -95,10 +92,7 @@ def measure(engines: Sequence[Engine], runs: Sequence[int], until: float) -> dic
 
 
 def rows_of(found: Mapping[str, Row]) -> list[Row]:
-    """A row for each engine and workload, stock's first.
-
-    differ: sequences with other tokens than stock's, which roundings may decide; None without stock.
-    """
+    """A row for each engine and workload. differ: sequences with other tokens than stock's, as roundings may decide."""
     rows, of_stock = [], {}
     for name in sorted(found, key=lambda name: name != "stock"):
         for workload in found[name]["workloads"]:

@@ -22,31 +22,29 @@ LENGTH = 2304
 PROMPTS = {2048: 64, 128: 512}
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixed:
-    """A Nemotron-H. pattern: a layer for each letter, M of Mamba (heads of 64), * of attention, E of experts."""
-
-    hidden: int
-    neurons: int
-    shared: int
-    experts: int
-    top: int
-    heads: int
-    kv: int
-    mamba: int
-    head: int = 128
-    pattern: str = "MEME*EME*E"
-    vocab: int = 32768
-
-
-# By name: the sizes of the paper's 1.5B model, of layers of Llama-3-8B, and of Nemotron 3 Nano, of fewer layers, with
-# half of its experts and of its Mamba heads.
-DRAWN: dict[str, LlamaSizes | Mixed] = {
+# Of Mamba, of experts and of attention.
+MAMBA, EXPERTS, ATTENTION = "linear_attention", "moe", "full_attention"
+# Sizes of Nemotron 3 Nano, of fewer layers, with half of its experts and of its Mamba heads.
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": [MAMBA, EXPERTS, MAMBA, EXPERTS, ATTENTION, EXPERTS, MAMBA, EXPERTS, ATTENTION, EXPERTS],
+    "hidden_size": 2688,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 32,
+    "n_groups": 8,
+    "vocab_size": 32768,
+}
+# By name: the sizes of the paper's 1.5B model, of layers of Llama-3-8B, and of a Nemotron-H with routed experts.
+DRAWN: dict[str, LlamaSizes | dict[str, Any]] = {
     "1.5B": LlamaSizes("1.5B", 28, 2048, 5632, 16, vocab=32768, kv=4),
     "large": LlamaSizes("large", 16, 4096, 14336, 32, vocab=32768, kv=4),
-    "nemotron": Mixed(2688, 1856, 3712, 64, 6, 32, 2, 32),
+    "nemotron": NEMOTRON,
 }
-_KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe"}
 # Column 0 of the residual, which no layer writes, beside others that begin with a deviation of 1. It is the bias of
 # experts, whose squares are small where few neurons fire.
 _CONSTANT, _DOWN = 4.0, 2.0
@@ -74,38 +72,20 @@ def draw(drawn: LlamaSizes, device: str, nnz: float | None = None) -> tuple[Any,
     return model, {length: ids(count, length, seed=3 + length) for length, count in PROMPTS.items()}
 
 
-def draw_mixed(drawn: Mixed, device: str) -> tuple[Any, dict[int, Tensor]]:
+def draw_mixed(sizes: dict[str, Any], device: str) -> tuple[Any, dict[int, Tensor]]:
     """A Nemotron-H of random weights whose experts fire for the share ``FIRING``, and ids of its prompts."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    config = NemotronHConfig(
-        vocab_size=drawn.vocab,
-        hidden_size=drawn.hidden,
-        intermediate_size=drawn.neurons,
-        layers_block_type=[_KINDS[letter] for letter in drawn.pattern],
-        num_attention_heads=drawn.heads,
-        num_key_value_heads=drawn.kv,
-        head_dim=drawn.head,
-        mamba_num_heads=drawn.mamba,
-        mamba_head_dim=64,
-        n_groups=drawn.mamba // 4,
-        n_routed_experts=drawn.experts,
-        num_experts_per_tok=drawn.top,
-        moe_intermediate_size=drawn.neurons,
-        moe_shared_expert_intermediate_size=drawn.shared,
-        routed_scaling_factor=2.5,
-        max_position_embeddings=LENGTH,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    fixed: dict[str, Any] = {"mamba_head_dim": 64, "routed_scaling_factor": 2.5, "max_position_embeddings": LENGTH}
+    fixed |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    config = NemotronHConfig(**sizes, intermediate_size=sizes["moe_intermediate_size"], **fixed)
     with torch.device(device):
         model = NemotronHForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     generator = torch.Generator(device).manual_seed(0)
     _fill(model, generator)
 
     def ids(*shape: int) -> Tensor:
-        return torch.randint(drawn.vocab, shape, generator=generator, device=device)
+        return torch.randint(config.vocab_size, shape, generator=generator, device=device)
 
     _calibrate(model, ids(*_SAMPLE))
     return model, {length: ids(count, length) for length, count in PROMPTS.items()}
@@ -169,7 +149,7 @@ def stock(model: Any) -> Any:
 
 def write(folder: Path, name: str, nnz: float | None, device: str = "cuda") -> None:
     drawn = DRAWN[name]
-    if isinstance(drawn, Mixed):
+    if isinstance(drawn, dict):
         model, prompts = draw_mixed(drawn, device)
         model.save_pretrained(folder / "relu")
     else:

@@ -141,10 +141,7 @@ def _runs_experts(layer: Any) -> bool:
 
 
 def replay(worker: Any, tokens: int) -> float | None:
-    """Milliseconds of the GPU for the graph of a whole step that decodes ``tokens`` sequences; None without one.
-
-    Its inputs are those of the last step.
-    """
+    """Milliseconds of the graph of a step that decodes ``tokens`` sequences, with its last inputs, if there is one."""
     from vllm.config import CUDAGraphMode
 
     graphs = worker.model_runner.cudagraph_manager.graphs
