@@ -131,13 +131,11 @@ class Bar(NamedTuple):
 
 def speedup() -> Chart:
     """Forward and training step of the named workloads, and the paper's code, beside dense PyTorch."""
-    names = {"forward": ("ffn", ""), "train": ("train", " train")}
-    bars = {op: [*bars_of(*variants)] for op, variants in names.items()}
-    spans = {}
-    for op, said in (("forward", "forward pass"), ("train", "training step")):
-        gains = [f"{bar.speedup:.1f}" for bar in sorted(bars[op], key=lambda b: b.speedup) if bar.strategy != "dense"]
-        spans[said] = " to ".join(dict.fromkeys((gains[0], gains[-1])))
-    said = ", ".join(f"{what} {span} times" for what, span in spans.items())
+    bars, spans = {"forward pass": [*bars_of("ffn", "")], "training step": [*bars_of("train", " train")]}, []
+    for what, own in bars.items():
+        gains = sorted(bar.speedup for bar in own if bar.strategy != "dense")
+        span = " to ".join(dict.fromkeys(f"{gain:.1f}" for gain in (gains[0], gains[-1])))
+        spans.append(f"{what} {span} times")
     footer = f"{EXPLAINED}\ntwell: {sizes(result('auto')['rows'])}{machine(result('auto'))}\nthe paper's code: "
     footer += f"{machine(result('paper_code'))}; compared with dense on the same machine"
 
@@ -146,9 +144,9 @@ def speedup() -> Chart:
         from matplotlib.patches import Patch
 
         panels = figure.subplots(1, 2, sharey=True)
-        for axes, own, what in zip(panels, bars.values(), ("Forward pass", "Training step")):
+        for axes, (what, own) in zip(panels, bars.items()):
             draw_bars(axes, own)
-            axes.set(title=f"{what} of a layer", xlabel="speed-up over dense PyTorch")
+            axes.set(title=f"{what.capitalize()} of a layer", xlabel="speed-up over dense PyTorch")
             axes.xaxis.set_major_formatter("{x:g}x")
             axes.set_xlim(0, 1.3 * max([1.0, *(bar.speedup for bar in own)]))
         panels[0].set_ylim(max(map(len, bars.values())) - 0.45, -0.55)
@@ -159,7 +157,7 @@ def speedup() -> Chart:
         }
         legend(figure, entries)
 
-    return Chart(f"Layers that run sparse: {said} as fast as dense", footer, 5.3, draw)
+    return Chart(f"Layers that run sparse: {', '.join(spans)} as fast as dense", footer, 5.3, draw)
 
 
 def bars_of(variant: str, suffix: str) -> Iterator[Bar]:
@@ -216,9 +214,7 @@ def nnz() -> Chart:
         best = {x: max(own[x] for own in both if x in own) for x in sorted({x for own in both for x in own})}
         if crossed := crossings(best):
             limits.append(f"{count(crossed[-1])} ({pattern})")
-    title = "Fewer non-zeros, more speed"
-    if limits:
-        title += f": the forward pass beats dense up to {' and '.join(limits)} non-zeros per token"
+    found = f": the forward pass beats dense up to {' and '.join(limits)} non-zeros per token" if limits else ""
     every = [y for lines in panels.values() for own in lines.values() for y in own.values()]
     note = f"below {SLOWEST:g}x not shown; " if min(every) < SLOWEST else ""
     note += 'training ends where "auto" runs dense\n'
@@ -257,7 +253,7 @@ def nnz() -> Chart:
         legend(figure, {named.get(name, f'"{name}"'): Line2D([], [], **styles[name]) for name in shown})
 
     footer = sizes(result("sweep_nnz")["rows"]) + note + machine(result("sweep_nnz"))
-    return Chart(title, footer, 4.8, draw)
+    return Chart(f"Fewer non-zeros, more speed{found}", footer, 4.8, draw)
 
 
 def lines_of(pattern: str) -> dict[str, Line]:

@@ -18,20 +18,8 @@ from profiling.engine import models
 
 
 def test_a_drawn_model_of_experts_fires() -> None:
-    sizes = {
-        "layers_block_type": [models.MAMBA, models.EXPERTS, models.ATTENTION, models.EXPERTS],
-        "hidden_size": 256,
-        "moe_intermediate_size": 192,
-        "moe_shared_expert_intermediate_size": 384,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "mamba_num_heads": 4,
-        "n_groups": 1,
-        "vocab_size": 512,
-    }
+    kinds = [models.MAMBA, models.EXPERTS, models.ATTENTION, models.EXPERTS]
+    sizes = dict(zip(models.NEMOTRON, (kinds, 256, 192, 384, 8, 3, 4, 2, 64, 4, 1, 512), strict=True))
     model, prompts = models.draw_mixed(sizes, "cpu")
     assert {length: len(ids) for length, ids in prompts.items()} == models.PROMPTS
     experts = models.layers(model)
