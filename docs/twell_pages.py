@@ -73,11 +73,13 @@ def rst(lines: list[str], names: Iterable[str]) -> list[str]:
     out: list[str] = []
     for block in blocks(lines):
         first, indented = block[0].strip(), block[0].startswith(" ")
+        before = next((line for line in reversed(out) if line.strip()), "")
         if block[0].startswith("Args:"):
             out += [":Arguments:", ""]
             for item in items(block[1:]):
                 out += ["    " + line for line in described(item, names)] + [""]
-        elif _RULE.match(first) or (indented and literal(out)):
+        elif _RULE.match(first) or (indented and (before.rstrip().endswith("::") or before.startswith(" "))):
+            # what follows "::" is literal
             out += block
         elif not indented and any(re.match(rf"{re.escape(name)}[:,]", first) for name in names):
             for item in items(block):
@@ -86,12 +88,6 @@ def rst(lines: list[str], names: Iterable[str]) -> list[str]:
             out += [plain(line) for line in block]
         out.append("")
     return out
-
-
-def literal(before: list[str]) -> bool:
-    """Whether an indented block after ``before`` is literal."""
-    text = [line for line in before if line.strip()]
-    return bool(text) and (text[-1].rstrip().endswith("::") or text[-1].startswith(" "))
 
 
 def blocks(lines: list[str]) -> list[list[str]]:

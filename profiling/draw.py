@@ -91,9 +91,6 @@ def darkened(light: str) -> str:
     return re.sub("#[0-9a-f]{6}(?![0-9a-f])", lambda match: DARK[match[0]], light)
 
 
-# What charts share
-
-
 def sizes(rows: Sequence[Row]) -> str:
     """M, K and N for the small print, as far as all rows share them."""
     values = {name: {row[name] for row in rows} for name in "mkn"}
@@ -305,9 +302,6 @@ def draw_lines(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, Any])
 
 def count(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
-
-
-# The command
 
 
 def drawn() -> Iterator[tuple[Path, str]]:

@@ -84,9 +84,6 @@ def span(ratios: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(said))
 
 
-# Layers
-
-
 def measured(workload: str, variant: str, name: str = LAYER_FILE) -> Row:
     """The row of a layer on 16,384 tokens."""
     wanted = workload, variant, 16384
@@ -284,8 +281,6 @@ def shapes() -> str:
     table = markdown(["K / N", "pattern", *(f"M = {m:,}" for m in tokens)], "ll" + "r" * len(tokens), rows)
     return f"{table}\n\n{machine(result('tuning'))}"
 
-
-# Whole models
 
 PASSES = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
 

@@ -268,9 +268,6 @@ def reds(rows: Sequence[Row]) -> str:
     return "; ".join(f"{row['variant']}: {row['red']}" for row in rows if row["red"])
 
 
-# Files and tables
-
-
 def show(rows: Sequence[Row], fields: Sequence[str]) -> None:
     """Print rows as a table of those ``fields`` that any has; a fault runs on to the right."""
     used = [name for name in fields if any(row.get(name) not in (None, "") for row in rows)]

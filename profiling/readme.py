@@ -27,8 +27,6 @@ def signed(table: str, *names: str, between: str = " ") -> str:
     return f"{table}\n\n{between.join(dict.fromkeys(machine(result(name)) for name in names))}"
 
 
-# Servers and `generate`
-
 ENGINES = {
     "engine_small": "2,048 / 5,632",
     "engine_large": "4,096 / 14,336",
@@ -68,9 +66,6 @@ def generate() -> str:
         rows.append([named[what], f"{sequences}", f"{stock:,.0f}", f"{sparse:,.0f}", bold(sparse / stock)])
     header = ["tokens per second", "sequences", "stock", "twell", "ratio"]
     return signed(markdown(header, "lrrrr", rows), "generate")
-
-
-# Other layers
 
 
 def autoencoders() -> str:
@@ -158,8 +153,6 @@ def most_nonzeros() -> str:
     return markdown(["layers like those of", *map(str, kinds)], "lrrr", cells)
 
 
-# e4m3 weights
-
 FP8 = "dense fp8"
 
 
@@ -211,9 +204,6 @@ def e4m3_experts() -> str:
             rows.append([f"{sequences:,}", *(f"{time:.0f}" for time in times), *gains])
     header = ["sequences", "bf16 grouped products, us", 'bf16 "row"', names[-1], "over grouped", 'over bf16 "row"']
     return signed(markdown(header, "rrrrrr", rows), "float8", "float8_large", "float8_experts", between=". And ")
-
-
-# Pages
 
 
 def beside_others() -> str:

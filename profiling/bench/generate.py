@@ -34,7 +34,6 @@ OPTIONS = {
 }
 SECONDS = 1e-3
 SHOWN = ("what", "sequences", "model", "tokens_per_s", "strategies")
-MODELS = ("stock", "sparse")
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -49,7 +48,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     way = Way("waited", "ms", calls=1, least=given.rounds, warm=1)
 
     def measure(base: Row, tokens: int, call: Callable[[str], Call]) -> Iterator[list[Row]]:
-        variants = [Variant(name, partial(lambda call, _: call, call(name)), 1) for name in MODELS]
+        variants = [Variant(name, partial(lambda call, _: call, call(name)), 1) for name in both]
         rows = bench.timed(base, variants, [way])
         for row in rows:
             row["model"] = row.pop("variant")

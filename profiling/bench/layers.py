@@ -328,9 +328,6 @@ def note_errors(row: Row, compared: dict[str, Comparison]) -> None:
         row |= {kind: getattr(most.ours, kind), f"dense_{kind}": getattr(most.dense, kind)}
 
 
-# The command
-
-
 def words(known: Sequence[str]) -> Callable[[str], list[str]]:
     """An argparse type: a comma-separated list of names."""
 

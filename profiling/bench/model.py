@@ -39,15 +39,13 @@ from twell.recipe._tracker import strategy_of
 from twell.testing import Errors
 
 OPS = ("forward", "logits", "train")
-BACKENDS = ("inductor", "eager", "none")
 KINDS = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
 # Largest errors against fp32 over those of dense eager: of the whole, and of the worst token or weight. The latter
 # finds faults in one place, as large as the values themselves; in trained models it varies. Both are for many tokens;
 # with few, chance widens them: see ``testing.allowance``.
 TOLERANCE, WORST_TOLERANCE = 1.1, 3.0
-# Sequences whose outputs are compared, and those for the layers' sparsity.
-CHECKED, ANALYZED = 2, 16
-ENERGY_S = 4.0
+# Sequences whose outputs are compared, those for the layers' sparsity, and seconds of calls for their energy.
+CHECKED, ANALYZED, ENERGY_S = 2, 16, 4.0
 SHOWN = (
     "config", "op", "variant", "tokens", "micro_batch", "ms", "p10_ms", "p90_ms", "tokens_per_ms", "speedup",
     "mj_per_token", "peak_bytes", "peak_total_bytes", "frobenius", "error", "worst", "strategies",
@@ -61,7 +59,7 @@ OPTIONS = {
     "--sequence": (at_least(2), 2048, "tokens of a sequence"),
     "--micro-batch": (at_least(1), 8, "sequences of a training pass"),
     "--accumulate": (at_least(1), 2, "passes of a training step"),
-    "--compile": (BACKENDS, None, "backend of torch.compile (inductor; none on a CPU)"),
+    "--compile": (("inductor", "eager", "none"), None, "backend of torch.compile (inductor; none on a CPU)"),
     "--rounds": (at_least(1), 5, "timed calls of each variant"),
     "--energy": (bool, False, "energy of the whole board per token, by NVML: each variant alone"),
 }

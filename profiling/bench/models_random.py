@@ -1,7 +1,6 @@
 """Models of the paper's sizes with random weights and the sparsity of trained ones, and tokens for them.
 
-In a trained model some neurons fire often and others never, some tokens fire many neurons, neighbouring tokens fire the
-same ones, and layers differ. Random weights have none of that, so all of it is drawn, as in
+Random weights do not fire as trained ones do, so how neurons, tokens and layers differ is drawn, as in
 ``twell.testing.WORKLOADS``:
 
 - Only the embedding writes the first two features of the hidden state: a constant, which a column of each gate weight
