@@ -205,10 +205,9 @@ class Chart(TrainerCallback):  # type: ignore[misc]
         """Write both files again. Raises ValueError, before a checkpoint is saved, if a loss is not finite."""
         names = ("loss", "eval_loss", "grad_norm")
         if lost := [name for name in names if not math.isfinite(float((logs or {}).get(name, 0)))]:
-            raise ValueError(
-                f"{lost[0]} is not finite in step {state.global_step}: a lower --learning_rate or more --warmup_steps "
-                "help; the same command would go on from the last checkpoint"
-            )
+            helps = "a lower --learning_rate or more --warmup_steps help"
+            goes_on = "the same command would go on from the last checkpoint"
+            raise ValueError(f"{lost[0]} is not finite in step {state.global_step}: {helps}; {goes_on}")
         if state.is_world_process_zero:
             chart(state.log_history, self.folder)
 

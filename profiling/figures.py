@@ -237,14 +237,11 @@ def host_times() -> str:
     for way, time in times.items():
         each = [row[time] for row in few]
         said.append(f"{sum(value > SLOWER for value in each)} {way}, at most {max(each) - 1:+.1%}")
-    return "\n\n".join(
-        [
-            "What an eager call costs the host, in microseconds and over dense's:",
-            pivot("", cells),
-            'Forward, the time of an eager call by "auto" over dense\'s, queued / waited for, by number of tokens:',
-            pivot("K / N", shown),
-            f"Of {len(few)} points these take over {SLOWER:g} of dense's time: {'; '.join(said)}.{where('host')}",
-        ]
+    return (
+        f"What an eager call costs the host, in microseconds and over dense's:\n\n{pivot('', cells)}\n\n"
+        'Forward, the time of an eager call by "auto" over dense\'s, queued / waited for, by number of tokens:\n\n'
+        f"{pivot('K / N', shown)}\n\n"
+        f"Of {len(few)} points these take over {SLOWER:g} of dense's time: {'; '.join(said)}.{where('host')}"
     )
 
 

@@ -64,10 +64,7 @@ ITEM, COUNTED, RECORDED = 2, 16384, 4096
 DECODED, CALLS = 512, 32
 
 GRAPH = Way("graph", "ms", "speedup_dense")
-EAGER = (
-    Way("queued", "queued_ms", "queued_speedup", share=0.5),
-    Way("waited", "waited_ms", "waited_speedup", share=0.5),
-)
+EAGER = [Way(how, f"{how}_ms", f"{how}_speedup", share=0.5) for how in ("queued", "waited")]
 SHOWN = (
     "workload", "tokens", "nnz", "variant", "requested", "strategy", "ms", "floor_ms", "speedup_dense",
     "faster_dense", "queued_ms", "queued_speedup", "waited_ms", "waited_speedup", "eager_strategy", "error", "worst",
@@ -96,10 +93,7 @@ def compiled(mode: str, dense: Callable[..., Tensor] = testing.dense_output) -> 
         return None
     # each number of tokens and each size of a recorded layer is compiled separately
     torch._dynamo.config.recompile_limit = 256
-    made: Callable[..., Tensor] = torch.compile(
-        dense, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode
-    )
-    return made
+    return torch.compile(dense, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode)
 
 
 class Firing(NamedTuple):
@@ -241,10 +235,8 @@ class Training:
     def __init__(self, layer: Layer) -> None:
         self.layer, self.problem = layer, layer.problem
         self.copies = layer.bench.device.copies_for(ITEM * layer.m * layer.k)
-        self.x, self.dy = (
-            [each, *(each.clone() for _ in range(self.copies - 1))]
-            for each in (self.problem.x, testing.real_upstream(self.problem))
-        )
+        both = self.problem.x, testing.real_upstream(self.problem)
+        self.x, self.dy = ([each, *(each.clone() for _ in range(self.copies - 1))] for each in both)
 
     def variants(self, op: str, strategies: Sequence[str]) -> Iterator[Variant]:
         for name, function in self.layer.dense.items():

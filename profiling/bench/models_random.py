@@ -149,10 +149,9 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
     neurons = model.config.intermediate_size
     wanted = profile(len(watched), pattern.nnz)
     if max(wanted) >= (1 - DEAD) * neurons:
-        raise RequestError(
-            f"--nnz: expected fewer than {(1 - DEAD) * neurons:.0f}, the neurons that are not dead, got "
-            f"{max(wanted):.0f} in the most active layer for a mean of {pattern.nnz:g}"
-        )
+        said = f"expected fewer than {(1 - DEAD) * neurons:.0f}, the neurons that are not dead"
+        got = f"{max(wanted):.0f} in the most active layer for a mean of {pattern.nnz:g}"
+        raise RequestError(f"--nnz: {said}, got {got}")
     weight = model.get_input_embeddings().weight
     generator = torch.Generator(weight.device).manual_seed(seed)
 

@@ -171,9 +171,8 @@ def compare(rows: Sequence[Row]) -> None:
 def cases(bench: Bench) -> Iterator[Case]:
     given, device = bench.arguments, bench.device.torch_device
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
-        raise RequestError(
-            "expected several processes (python -m torch.distributed.run --nproc-per-node 2 ...), got one"
-        )
+        said = "python -m torch.distributed.run --nproc-per-node 2 ..."
+        raise RequestError(f"expected several processes ({said}), got one")
     # gloo is for messages between hosts
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     ranks, compiled = dist.get_world_size(), given.compile or ("inductor" if device.type == "cuda" else "none")

@@ -82,7 +82,7 @@ def cases(bench: Bench) -> Iterator[Case]:
 
     def measure(base: Row, source: Source, m: int, make: Callable[..., Call], output: Any) -> Iterator[list[Row]]:
         first = source.load(m, *sizes, device=bench.device.torch_device, dtype=torch.bfloat16)
-        size = sum(t.numel() * t.element_size() for t in first if t is not None)
+        size = sum(t.nbytes for t in first if t is not None)
         copies = bench.device.copies_for(size) if m < many else 1
         problems = [first, *(first.map(torch.clone) for _ in range(copies - 1))]
         own = make(problems, output)
@@ -97,9 +97,8 @@ def cases(bench: Bench) -> Iterator[Case]:
             # not compiled for any number of tokens
             compiled = torch.compile(testing.dense_output, dynamic=False)
             others = {"dense eager": make(problems, testing.dense_output), "dense compiled": make(problems, compiled)}
-        variants += [
-            Variant(said, functools.partial(lambda call, _: call, call), copies) for said, call in others.items()
-        ]
+        for said, call in others.items():
+            variants.append(Variant(said, functools.partial(lambda made, _: made, call), copies))
         yield [beside(base, bench.timed(base, variants, [Way("graph", "us", unit=1e3)]), "us")]
 
     for source in parse(bench.arguments.workload):
