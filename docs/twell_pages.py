@@ -24,6 +24,10 @@ from profiling import reference
 _LITERAL = re.compile(r"(``.+?``)")
 _MARKUP = re.compile(r"[|\\]|(?<![\w*])\*(?=\S)|(?<=\w)_(?!\w)")
 _RULE = re.compile(r"=+( +=+)+$")
+PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)-dark\.svg">\s*<img alt="([^"]*)"[^>]*>\s*</picture>')
+HIDDEN = re.compile(r"<!-- sphinx\n(.*?)\n-->", re.DOTALL)
+# a link to a page above docs/: "../" once more than the page lies deep
+OUTSIDE = r"\[([^\]]*)\]\(((?:\.\./){%d}[\w/]+\.md)(?:#[\w-]+)?\)"
 
 
 def linked() -> dict[str, str]:
@@ -127,12 +131,6 @@ def rewrite(app: Sphinx, what: str, name: str, thing: Any, options: object, line
 def skip(app: Sphinx, what: str, name: str, thing: Any, skipped: bool, options: object) -> bool | None:
     """Leave out fields of named tuples: the docstring of the class describes them."""
     return True if type(thing).__name__ == "_tuplegetter" else None
-
-
-PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)-dark\.svg">\s*<img alt="([^"]*)"[^>]*>\s*</picture>')
-HIDDEN = re.compile(r"<!-- sphinx\n(.*?)\n-->", re.DOTALL)
-# a link to a page above docs/: "../" once more than the page lies deep
-OUTSIDE = r"\[([^\]]*)\]\(((?:\.\./){%d}[\w/]+\.md)(?:#[\w-]+)?\)"
 
 
 def read_page(app: Sphinx, page: str, source: list[str]) -> None:

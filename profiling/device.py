@@ -3,9 +3,7 @@
 An eager call is timed in three ways. "queued": calls in a row, after which the host waits once; a time is
 the longer of the host's and the GPU's. "waited": one call, and the wait for it. "host": calls in a row that are too few
 to fill the GPU's queue, by the host's clock, without a wait.
-
-The ceilings for floors are measured in the same run, by a large matrix product and a large copy; the machine line is
-read while the GPU is busy. A CPU stands in for a GPU without poisoned and peak memory.
+A CPU stands in for a GPU without poisoned and peak memory.
 """
 
 import dataclasses
@@ -135,14 +133,11 @@ class Gpu(timing.Gpu, Device):
         return (at_step() - first) / calls
 
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
-
-        def requested() -> int:
-            return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
-
         self._settle(forward)
-        before = requested()
+        before = torch.cuda.memory_stats()
         y = forward(0)
-        return requested() - before - y.numel() * y.element_size()
+        name, after = "requested_bytes.all.current", torch.cuda.memory_stats()
+        return int(after[name]) - int(before[name]) - y.nbytes
 
     def _settle(self, call: Callable[[int], object]) -> None:
         """So that leftovers, of compiling for instance, are not counted."""

@@ -33,6 +33,8 @@ GROUND, TEXT, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#e4e7eb"
 ROW, UNION, AUTO, DENSE, PAPER, EXTRA = "#0a66b5", "#c64600", TEXT, "#7d8590", "#8e2f6b", "#12855f"
 DARK = {GROUND: "#0d1117", TEXT: "#e6edf3", MUTED: "#9198a1", GRID: "#262c36", ROW: "#58a6ff", UNION: "#f28c28"}
 DARK |= {DENSE: "#8b949e", PAPER: "#d58fd8", EXTRA: "#2fbf8f"}
+# The line at the speed of dense.
+BASELINE: dict[str, Any] = {"color": MUTED, "linewidth": 1.2}
 
 
 class Chart(NamedTuple):
@@ -51,13 +53,18 @@ def svg(chart: Chart) -> str:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    settings: dict[str, Any] = {"font.family": ["DejaVu Sans"], "svg.hashsalt": "twell", "grid.color": GRID}
-    settings |= {"font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "svg.fonttype": "path"}
+    settings: dict[str, Any] = {"font.family": ["DejaVu Sans"], "svg.hashsalt": "twell", "svg.fonttype": "path"}
+    settings |= {
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "axes.labelsize": 10,
+        "svg.fonttype": "path",
+        "grid.color": GRID,
+    }
     settings |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9)
-    settings |= {"lines.linewidth": 2.0, "lines.markersize": 5, "grid.linewidth": 0.8, "hatch.linewidth": 1.2}
+    settings |= {"lines.linewidth": 2.0, "lines.markersize": 5, "grid.linewidth": 0.8, "axes.grid": True}
     settings |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "path.simplify"), False)
-    settings |= {"axes.grid": True, "axes.axisbelow": True}
-    settings |= dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "hatch.color"), GROUND)
+    settings |= dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), GROUND)
     settings |= dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color"), TEXT)
     settings |= dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), TEXT)
     settings |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED)
@@ -96,10 +103,6 @@ def sizes(rows: Sequence[Row]) -> str:
     values = {name: {row[name] for row in rows} for name in "mkn"}
     parts = [f"{name.upper()} = {value:,}" for name, own in values.items() if len(own) == 1 for value in own]
     return ", ".join(parts) + "; " if parts else ""
-
-
-# The line at the speed of dense.
-BASELINE: dict[str, Any] = {"color": MUTED, "linewidth": 1.2}
 
 
 def legend(figure: SubFigure, entries: Mapping[str, Any]) -> None:

@@ -18,6 +18,9 @@ LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense
 # The file of layers in all tables, and that of the other GPU.
 LAYER_FILE, OTHER_FILE = "auto", "auto_h100"
 OPS = {"ffn": "forward", "train": "training"}
+PASSES = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
+# Eager calls that are shown, and what of dense's time is slower.
+HOST_TOKENS, HOST_LAYERS, SLOWER = (1, 16, 64, 256, 1024), ((2048, 5632), (4096, 14336)), 1.02
 
 
 @functools.cache
@@ -213,12 +216,6 @@ def screen() -> str:
     return f"{', '.join(said)}.{where('screen')}"
 
 
-# More than this of dense's time is slower.
-SLOWER = 1.02
-HOST_TOKENS = (1, 16, 64, 256, 1024)
-HOST_LAYERS = ((2048, 5632), (4096, 14336))
-
-
 def host_times() -> str:
     """Eager calls: their host time, and few tokens by "auto"."""
     rows, cells = [row for row in result("host")["rows"] if not row.get("red")], dict[tuple[str, str], str]()
@@ -277,9 +274,6 @@ def shapes() -> str:
             rows.append([f"{k:,} / {n:,}", pattern, *(best.get((k, n, pattern, m), "") for m in tokens)])
     table = markdown(["K / N", "pattern", *(f"M = {m:,}" for m in tokens)], "ll" + "r" * len(tokens), rows)
     return f"{table}\n\n{machine(result('tuning'))}"
-
-
-PASSES = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
 
 
 def configurations() -> list[dict[str, Any]]:

@@ -38,6 +38,9 @@ Verdict = tuple[dict[str, Comparison], str]
 Check = Callable[[str, Call, tuple[Tensor, ...]], Verdict]
 # A case of a bench: what its rows share, and the work that yields rows, some at a time.
 Case = tuple[Row, Callable[[], Iterable[list[Row]]]]
+# Of a table of options: a type, the names to choose from, or bool for a flag; the default, a list if there may be
+# several; and what it is.
+Option = tuple[Any, Any, str]
 # Eager calls before "auto" is recorded. It measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
 SETTLING = 9
 
@@ -306,11 +309,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value
-
-
-# of a table of options: a type, the names to choose from, or bool for a flag; the default, a list if there may be
-# several; and what it is
-Option = tuple[Any, Any, str]
 
 
 def written(default: Any) -> str:

@@ -18,6 +18,9 @@ from twell.base.text import as_percent
 from twell.choose import cards
 from twell.integrations.analyze import calls
 
+FP8 = "dense fp8"
+ENGINES = {"engine_small": "2,048 / 5,632", "engine_large": "4,096 / 14,336"}
+ENGINES |= {"engine_ten": "the same, 10 % fire", "engine_experts": "experts"}
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
@@ -25,14 +28,6 @@ PAGES = (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglo
 def signed(table: str, *names: str, between: str = " ") -> str:
     """A table with the machine lines of its files."""
     return f"{table}\n\n{between.join(dict.fromkeys(machine(result(name)) for name in names))}"
-
-
-ENGINES = {
-    "engine_small": "2,048 / 5,632",
-    "engine_large": "4,096 / 14,336",
-    "engine_ten": "the same, 10 % fire",
-    "engine_experts": "experts",
-}
 
 
 def engines() -> str:
@@ -151,9 +146,6 @@ def most_nonzeros() -> str:
         found = [f"{most:,} ({as_percent(most / shape[2])})" if most else "never" for most in limits]
         cells.append([f"{name}: {shape[1]:,} to {shape[2]:,}{', a gate' if shape[0] else ''}", *found])
     return markdown(["layers like those of", *map(str, kinds)], "lrrr", cells)
-
-
-FP8 = "dense fp8"
 
 
 def e4m3_layers(name: str) -> Iterable[dict[str, Row]]:

@@ -19,10 +19,8 @@ BENCHES = ("model", "moe", "float8", "sae", "firing", "host", "adapters", "porta
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns 0, 1 for a red row, 2 for a request that cannot be met, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name, command = "layers", "profiling.bench"
-    if words and words[0] in BENCHES:
-        name = words.pop(0)
-        command += f" {name}"
+    name = words.pop(0) if words and words[0] in BENCHES else "layers"
+    command = "profiling.bench" if name == "layers" else f"profiling.bench {name}"
     module = importlib.import_module(f"profiling.bench.{name}")
     formatter = argparse.RawDescriptionHelpFormatter
     top = argparse.ArgumentParser(f"python -m {command}", description=module.__doc__, formatter_class=formatter)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from profiling.bench import models_random as drawn
-from profiling.bench.models_random import PAPER, LlamaSizes, Pattern, cast
+from profiling.bench.models_random import PAPER, LlamaSizes, Pattern
 from profiling.harness import SETTLING, Bench, Case, Row, Settled, Variant, Verdict, Way, ratio
 from twell import recipe, testing
 from twell.commands.request import RequestError, at_least, number_above, number_from
@@ -93,9 +93,7 @@ class Subject:
 
     def cast(self, dtype: torch.dtype, copied: bool = False) -> Any:
         """The model in a dtype, or a copy of it."""
-        model = copy.deepcopy(self._model) if copied else self._model
-        cast(model, dtype)
-        return model
+        return drawn.cast(copy.deepcopy(self._model) if copied else self._model, dtype)
 
 
 class Operation:
@@ -223,8 +221,8 @@ class Operation:
         if row["peak_bytes"] is not None:
             states = self.optimizer.state.values() if self.training else ()
             held = [*model.parameters(), *model.buffers(), *(t for state in states for t in state.values())]
-            tensors = {id(t): t for t in held if isinstance(t, Tensor)}
-            row["peak_total_bytes"] = row["peak_bytes"] + sum(t.numel() * t.element_size() for t in tensors.values())
+            tensors = {id(t): t.nbytes for t in held if isinstance(t, Tensor)}
+            row["peak_total_bytes"] = row["peak_bytes"] + sum(tensors.values())
         if self.bench.given["energy"]:
             row["mj_per_token"] = 1e3 * device.joules(settled.call, ENERGY_S) / row["tokens"]
 

@@ -135,8 +135,7 @@ def build(shape: LlamaSizes, sequence: int, device: torch.device | str) -> Any:
     )
     with torch.device(device):
         model = sparsify(LlamaForCausalLM(config), strategy="dense")
-    cast(model, torch.bfloat16)
-    return model.eval()
+    return cast(model, torch.bfloat16).eval()
 
 
 @torch.no_grad()
@@ -239,7 +238,8 @@ def compile_layers(model: Any, backend: str = "inductor") -> None:
         layer.compile(backend=backend, dynamic=False)
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters in place. Buffers stay: rotary embeddings must not have rounded frequencies."""
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """The model, its parameters cast in place. Buffers stay: rotary embeddings must not have rounded frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    return model

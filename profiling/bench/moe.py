@@ -124,14 +124,11 @@ class Layer:
 
         return run
 
-    def fired_bytes(self, problem: Mixture) -> float:
-        """Bytes of the rows behind the gate of neurons that any token fires."""
-        rows = sum(int(fires.any(0).sum()) for fires in firing(problem))
-        return rows * 2.0 * self.shape.k * (self.products - 1)
-
     def variants(self, problems: Sequence[Mixture], bench: Bench, touched: float) -> Iterator[Variant]:
         once = touched * self.weight_bytes
-        floors = {"dense": once * self.products, "row": once + sum(map(self.fired_bytes, problems)) / len(problems)}
+        # of the neurons that any token fires, the rows behind the gate
+        rows = sum(int(fires.any(0).sum()) for problem in problems for fires in firing(problem)) / len(problems)
+        floors = {"dense": once * self.products, "row": once + rows * 2.0 * self.shape.k * (self.products - 1)}
 
         def floor(name: str, e4m3: bool = False) -> Row:
             moved = floors["dense" if name == "dense" else "row"] / (1 + e4m3)

@@ -184,8 +184,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     drawn.draw(base, ids, pattern)
     for parameter in base.parameters():
         dist.broadcast(parameter.data, 0)
-    drawn.cast(base, torch.float32)
-    base.cpu()
+    drawn.cast(base, torch.float32).cpu()
 
     @torch.enable_grad()
     def rows_of(mode: str) -> list[Row]:

@@ -30,14 +30,10 @@ from twell.testing.operands import largest
 
 PATTERNS = ("even", "skewed", "topk")
 PARAMETERS = ("w_enc", "b_enc", "w_dec", "b_dec")
-# of ln(rate), and the largest rate
-DEVIATION, MOST_RATE = 2.0, 0.5
-# tokens of a chunk
-CHUNK = 512
+# Of ln(rate), the largest rate, tokens of a chunk, and neurons that "topk" is for.
+DEVIATION, MOST_RATE, CHUNK, MOST_TOPK = 2.0, 0.5, 512, 65_536
 OPS = ("forward", "training")
 STRATEGIES = ("row", "union", "auto", SCREENED)
-# "topk" is for up to so many neurons
-MOST_TOPK = 65_536
 GRAPH, QUEUED = Way("graph", "ms", "over_dense"), Way("queued", "queued_ms", "queued_over_dense", share=0.5, least=4)
 SHOWN = (
     "pattern", "op", "n", "variant", "strategy", "nonzeros", "ms", "over_dense", "queued_ms", "queued_over_dense",
@@ -165,7 +161,7 @@ class Measured:
     def note(self, row: Row, settled: Settled, errors: object) -> None:
         peak = self.device.peak(settled.now) if self.op == "training" and not row["red"] else None
         if peak is not None:
-            row["peak_bytes"] = peak + sum(t.numel() * t.element_size() for t in self.o if isinstance(t, Tensor))
+            row["peak_bytes"] = peak + sum(t.nbytes for t in self.o if isinstance(t, Tensor))
 
 
 def cases(bench: Bench) -> Iterator[Case]:

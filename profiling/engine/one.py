@@ -113,6 +113,7 @@ def _layers(worker: Any) -> list[Any]:
 def describe(worker: Any) -> dict[str, Any]:
     """Classes of the model, GiB of its memory, and what "auto" chose: layers by strategy, tokens and kind of call."""
     layers = _layers(worker)
+    methods = [{type(getattr(each, "quant_method", None)).__name__ for each in layer.modules()} for layer in layers]
     found: dict[str, Any] = {
         "model": type(worker.get_model()).__name__,
         "layers": sorted({type(layer).__name__ for layer in layers}),
@@ -120,7 +121,7 @@ def describe(worker: Any) -> dict[str, Any]:
         "most_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         # of routed experts that twell runs; their shared ones choose
-        "experts": sum(map(_runs_experts, layers)),
+        "experts": sum("RunsExperts" in each for each in methods),
         "choices": {},
     }
     if "twell" not in sys.modules:
@@ -133,11 +134,6 @@ def describe(worker: Any) -> dict[str, Any]:
             at = found["choices"].setdefault(f"{row.tokens} {row.graph}".strip(), {})
             at[row.strategy] = at.get(row.strategy, 0) + 1
     return found
-
-
-def _runs_experts(layer: Any) -> bool:
-    methods = (getattr(module, "quant_method", None) for module in layer.modules())
-    return any(type(method).__name__ == "RunsExperts" for method in methods)
 
 
 def replay(worker: Any, tokens: int) -> float | None:
