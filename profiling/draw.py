@@ -54,15 +54,9 @@ def svg(chart: Chart) -> str:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     settings: dict[str, Any] = {"font.family": ["DejaVu Sans"], "svg.hashsalt": "twell", "svg.fonttype": "path"}
-    settings |= {
-        "font.size": 10,
-        "axes.titlesize": 11,
-        "axes.labelsize": 10,
-        "svg.fonttype": "path",
-        "grid.color": GRID,
-    }
+    settings |= {"font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "axes.axisbelow": True, "axes.grid": True}
     settings |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9)
-    settings |= {"lines.linewidth": 2.0, "lines.markersize": 5, "grid.linewidth": 0.8, "axes.grid": True}
+    settings |= {"lines.linewidth": 2.0, "lines.markersize": 5, "grid.linewidth": 0.8, "grid.color": GRID}
     settings |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "path.simplify"), False)
     settings |= dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), GROUND)
     settings |= dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color"), TEXT)
