@@ -72,7 +72,7 @@ def parsed(text: str) -> Iterator[Measurement]:
         yield Measurement(name, content, shown, words, tuple(int(part[1]) for part in parts if part), kind)
 
 
-# Those that can be made again, and of studies that ended.
+# All, and those that can be made again: frozen ones are of studies that ended.
 LISTED = tuple(parsed(LIST.read_text(encoding="utf-8")))
 ALL = tuple(each for each in LISTED if each.kind != "frozen")
 
