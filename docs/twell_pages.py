@@ -7,8 +7,10 @@ described as ``name: text``; short ones share a paragraph.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -17,24 +19,24 @@ import torch
 from sphinx.application import Sphinx
 
 import twell
+from profiling import reference
 
-# Modules whose names docstrings use.
-_MODULES = ("twell", "twell.nn", "twell.recipe", "twell.nn.distributed", "twell.integrations.transformers")
 _LITERAL = re.compile(r"(``.+?``)")
 _MARKUP = re.compile(r"[|\\]|(?<![\w*])\*(?=\S)|(?<=\w)_(?!\w)")
 _RULE = re.compile(r"=+( +=+)+$")
+PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)-dark\.svg">\s*<img alt="([^"]*)"[^>]*>\s*</picture>')
+HIDDEN = re.compile(r"<!-- sphinx\n(.*?)\n-->", re.DOTALL)
+# a link to a page above docs/: "../" once more than the page lies deep
+OUTSIDE = r"\[([^\]]*)\]\(((?:\.\./){%d}[\w/]+\.md)(?:#[\w-]+)?\)"
 
 
 def linked() -> dict[str, str]:
     """The full name of each documented object, by the names that docstrings use. A short name must be unambiguous."""
     found: dict[str, str] = {}
-    for module in _MODULES:
-        for name in importlib.import_module(module).__dict__.get(
-            "__all__", ("SparseAutoencoder", "SparseGatedMLP", "SparseMLP")
-        ):
+    for module in reference.MODULES:
+        for name in importlib.import_module(module).__all__:
             full = f"{module}.{name}"
-            found[full] = full
-            found[full.removeprefix("twell.")] = full
+            found |= {full: full, full.removeprefix("twell."): full}
             if "_" in name.strip("_") or name[0].isupper():
                 found[name] = full
     return found
@@ -75,11 +77,13 @@ def rst(lines: list[str], names: Iterable[str]) -> list[str]:
     out: list[str] = []
     for block in blocks(lines):
         first, indented = block[0].strip(), block[0].startswith(" ")
+        before = next((line for line in reversed(out) if line.strip()), "")
         if block[0].startswith("Args:"):
             out += [":Arguments:", ""]
             for item in items(block[1:]):
                 out += ["    " + line for line in described(item, names)] + [""]
-        elif _RULE.match(first) or (indented and literal(out)):
+        elif _RULE.match(first) or (indented and (before.rstrip().endswith("::") or before.startswith(" "))):
+            # what follows "::" is literal
             out += block
         elif not indented and any(re.match(rf"{re.escape(name)}[:,]", first) for name in names):
             for item in items(block):
@@ -90,21 +94,9 @@ def rst(lines: list[str], names: Iterable[str]) -> list[str]:
     return out
 
 
-def literal(before: list[str]) -> bool:
-    """Whether an indented block after ``before`` is literal."""
-    text = [line for line in before if line.strip()]
-    return bool(text) and (text[-1].rstrip().endswith("::") or text[-1].startswith(" "))
-
-
 def blocks(lines: list[str]) -> list[list[str]]:
     """Split lines into paragraphs."""
-    found: list[list[str]] = [[]]
-    for line in lines:
-        if not line.strip():
-            found.append([])
-        else:
-            found[-1].append(line)
-    return [block for block in found if block]
+    return [list(block) for filled, block in itertools.groupby(lines, lambda line: bool(line.strip())) if filled]
 
 
 def items(lines: list[str]) -> list[str]:
@@ -121,10 +113,9 @@ def items(lines: list[str]) -> list[str]:
 
 def arguments(thing: Any) -> list[str]:
     """Names that a docstring may describe: parameters of a function, fields of a class."""
-    try:
-        found = list(inspect.signature(thing).parameters)
-    except (TypeError, ValueError):
-        found = []
+    found: list[str] = []
+    with contextlib.suppress(TypeError, ValueError):
+        found += inspect.signature(thing).parameters
     return found + [name for name in getattr(thing, "__annotations__", {}) if not name.startswith("_")]
 
 
@@ -142,12 +133,6 @@ def skip(app: Sphinx, what: str, name: str, thing: Any, skipped: bool, options: 
     return True if type(thing).__name__ == "_tuplegetter" else None
 
 
-PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)-dark\.svg">\s*<img alt="([^"]*)"[^>]*>\s*</picture>')
-HIDDEN = re.compile(r"<!-- sphinx\n(.*?)\n-->", re.DOTALL)
-# a link to a page above docs/: "../" once more than the page lies deep
-OUTSIDE = r"\[([^\]]*)\]\(((?:\.\./){%d}[\w/]+\.md)(?:#[\w-]+)?\)"
-
-
 def read_page(app: Sphinx, page: str, source: list[str]) -> None:
     """Turn the parts of a page that GitHub reads otherwise into directives.
 
@@ -158,21 +143,16 @@ def read_page(app: Sphinx, page: str, source: list[str]) -> None:
 
     def images(found: re.Match[str]) -> str:
         stem, alt = found.groups()
-        each = (
-            f"```{{image}} {stem}-{theme}.svg\n:class: only-{theme}\n:alt: {alt}\n```" for theme in ("light", "dark")
-        )
-        return "\n\n".join(each)
+        of = f"```{{image}} {stem}-THEME.svg\n:class: only-THEME\n:alt: {alt}\n```"
+        return f"{of.replace('THEME', 'light')}\n\n{of.replace('THEME', 'dark')}"
 
     text = HIDDEN.sub(r"\1", PICTURE.sub(images, source[0]))
     if page == "docstrings":
-        each = "".join(f".. autofunction:: {name}({given(name)})\n" for name in twell.ops.__all__)
-        text += f"\ntwell.ops\n---------\n\n.. py:module:: twell.ops\n\n{each}"
+        text += "\ntwell.ops\n---------\n\n.. py:module:: twell.ops\n\n"
+        for name in twell.ops.__all__:
+            given = ", ".join(each.name for each in getattr(twell.ops, name)._schema.arguments)
+            text += f".. autofunction:: {name}({given})\n"
     source[0] = re.sub(OUTSIDE % (page.count("/") + 1), r"{download}`\1 <\2>`", text)
-
-
-def given(operator: str) -> str:
-    """The arguments of an operator."""
-    return ", ".join(each.name for each in getattr(twell.ops, operator)._schema.arguments)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

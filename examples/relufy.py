@@ -38,14 +38,10 @@ FAMILY = ["fatrelu", "relu", "relu2", "drelu"]
 
 @dataclass
 class Options(Text):
-    """Options of the model and of its sparsity."""
-
     model: str = field(kw_only=True, metadata={"help": "a folder of save_pretrained with its tokenizer, or a Hub id"})
     activation: str = field(default="fatrelu", metadata={"help": "the new one; drelu needs a gate", "choices": FAMILY})
     nnz: float = field(default=30, metadata={"help": "non-zeros per token at the end"})
-    distill: float = field(
-        default=0.0, metadata={"help": "share of the loss that is the KL divergence from the original's logits"}
-    )
+    distill: float = field(default=0.0, metadata={"help": "share of the KL divergence from the original in the loss"})
     dense: bool = field(default=True, metadata={"help": "also train the original, to compare"})
     strategy: str = field(
         default="dense", metadata={"help": "of FFNs in training", "choices": ["dense", "auto", "row", "union"]}
@@ -145,10 +141,8 @@ def run(arguments: list[str] | None) -> int:
         raise RequestError(f"--model: expected a model with a tokenizer, got {' '.join(str(error).split())}") from error
     ends = tokenizer.is_fast and tokenizer.eos_token_id is not None
     require("--model", ends, "a fast tokenizer with an end-of-sequence token", type(tokenizer).__name__)
-    positions = getattr(config, "max_position_embeddings", None) or options.sequence
-    require(
-        "--sequence", options.sequence <= positions, f"at most the {positions} positions of MODEL", options.sequence
-    )
+    most = getattr(config, "max_position_embeddings", None) or options.sequence
+    require("--sequence", options.sequence <= most, f"at most the {most} positions of MODEL", options.sequence)
     data, out = sequences(options, training, tokenizer), Path(training.output_dir)
     found: dict[str, dict[str, float]] = {}
     for name in ("sparse", "dense")[: 1 + options.dense]:

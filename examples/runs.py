@@ -87,7 +87,6 @@ class Text:
 
 
 def require(option: str, right: bool, expected: str, got: object) -> None:
-    """RequestError unless ``right``."""
     if not right:
         raise RequestError(f"{option}: expected {expected}, got {got}")
 
@@ -199,19 +198,16 @@ class Chart(TrainerCallback):  # type: ignore[misc]
         self.folder = folder
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last step is logged."""
+        # the last step is logged
         control.should_log |= state.global_step >= state.max_steps
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write both files again. Raises ValueError, before a checkpoint is saved, if a loss is not finite."""
-        lost = [
-            name for name in ("loss", "eval_loss", "grad_norm") if not math.isfinite(float((logs or {}).get(name, 0)))
-        ]
-        if lost:
-            raise ValueError(
-                f"{lost[0]} is not finite in step {state.global_step}: a lower --learning_rate or more --warmup_steps "
-                "help; the same command would go on from the last checkpoint"
-            )
+        names = ("loss", "eval_loss", "grad_norm")
+        if lost := [name for name in names if not math.isfinite(float((logs or {}).get(name, 0)))]:
+            helps = "a lower --learning_rate or more --warmup_steps help"
+            goes_on = "the same command would go on from the last checkpoint"
+            raise ValueError(f"{lost[0]} is not finite in step {state.global_step}: {helps}; {goes_on}")
         if state.is_world_process_zero:
             chart(state.log_history, self.folder)
 
@@ -244,12 +240,7 @@ def checkpoint(folder: Path, steps: int) -> str | None:
 
 
 def fit(
-    model: Any,
-    options: Any,
-    training: Any,
-    data: tuple[Any, Sequences, Sequences],
-    callbacks: Sequence[Any] = (),
-    trainer: type[Trainer] = Trainer,
+    model: Any, options: Any, training: Any, data: tuple[Any, Sequences, Sequences], callbacks: Sequence[Any] = ()
 ) -> dict[str, float]:
     """Train from the last checkpoint on, evaluate, save the model as ``final``; return the last figures.
 
@@ -264,15 +255,8 @@ def fit(
     if differing := [name for name in options if saved.get(name) != options[name]]:
         changes = ", ".join(f"{name} ({saved.get(name)} there, {options[name]} here)" for name in differing)
         raise RequestError(f"{folder} has a run that differs in {changes}; repeat its options or name another folder")
-    runner = trainer(
-        model,
-        training,
-        data_collator=default_data_collator,
-        train_dataset=text,
-        eval_dataset=held,
-        processing_class=tokenizer,
-        callbacks=[*callbacks, Chart(folder)],
-    )
+    given = {"train_dataset": text, "eval_dataset": held, "processing_class": tokenizer}
+    runner = Trainer(model, training, default_data_collator, callbacks=[*callbacks, Chart(folder)], **given)
     done = folder / "figures.json"
     if not (done.exists() and (folder / "final").is_dir()):
         if runner.is_world_process_zero():

@@ -27,8 +27,6 @@ SIZES |= {name: sizes[:4] for name, sizes in PAPER_MODELS.items()}
 
 @dataclass
 class Options(Text):
-    """Options of the model and of its sparsity."""
-
     config: str = field(default="125M", metadata={"help": "size of the model", "choices": list(SIZES)})
     sizes: list[int] | None = field(default=None, metadata={"help": "layers, hidden size, neurons, heads instead"})
     vocab: int = field(default=49152, metadata={"help": "tokens of the tokenizer, which is trained on the text"})

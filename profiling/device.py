@@ -1,11 +1,9 @@
 """What benches measure besides replays (``twell.commands.timing``): eager calls, memory and ceilings.
 
-An eager call is timed in three ways (``WAYS``). "queued": calls in a row, after which the host waits once; a time is
+An eager call is timed in three ways. "queued": calls in a row, after which the host waits once; a time is
 the longer of the host's and the GPU's. "waited": one call, and the wait for it. "host": calls in a row that are too few
 to fill the GPU's queue, by the host's clock, without a wait.
-
-The ceilings for floors are measured in the same run, by a large matrix product and a large copy; the machine line is
-read while the GPU is busy. A CPU stands in for a GPU without poisoned and peak memory.
+A CPU stands in for a GPU without poisoned and peak memory.
 """
 
 import dataclasses
@@ -34,7 +32,7 @@ class Ceilings:
 
 
 class Eager(timing.Recording):
-    """Eager calls on the GPU in one of ``WAYS``. Those in a row have one before them, as after many."""
+    """Eager calls on the GPU in one of three ways. Those in a row have one before them, as after many."""
 
     def __init__(self, way: str, call: Call, copies: int) -> None:
         super().__init__(call, copies)
@@ -63,18 +61,14 @@ class Eager(timing.Recording):
         return lambda: float(first.elapsed_time(last))
 
     def wait(self) -> None:
-        """Wait for the GPU."""
         torch.cuda.synchronize()
-
-
-WAYS = ("queued", "waited", "host")
 
 
 class Device(timing.Device):
     """The device of a benchmark: measures eager calls, memory, kernels and ceilings, too. This is a CPU."""
 
     def eager(self, way: str, call: Call, copies: int) -> Recording:
-        """``call`` on each copy, outside of graphs, to be timed in one of ``WAYS``: on a CPU these are one."""
+        """``call`` on each copy, outside of graphs, to be timed in one of three ways: on a CPU these are one."""
         return self.record(call, copies)
 
     def poison(self) -> None:
@@ -88,6 +82,10 @@ class Device(timing.Device):
         """Energy of a call; NaN if unknown."""
         return math.nan
 
+    def free(self) -> None:
+        """Free unused memory: modules, their hooks and compiled code may refer to each other."""
+        gc.collect()
+
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
         """Bytes that a forward pass saves for backward, without its operands and y; None if unknown."""
         return None
@@ -98,19 +96,14 @@ class Device(timing.Device):
 
 
 class Gpu(timing.Gpu, Device):
-    """The current CUDA device, ``torch_device``."""
-
     def eager(self, way: str, call: Call, copies: int) -> Recording:
-        """The calls, timed in that way."""
         return Eager(way, call, copies)
 
     def poison(self) -> None:
-        """``testing.poison_memory``."""
         testing.poison_memory(self.torch_device)
 
     def peak(self, call: Call) -> int | None:
-        """Peak bytes by the allocator's count."""
-        self._settle_memory(call)
+        self._settle(call)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call(0)
@@ -140,20 +133,19 @@ class Gpu(timing.Gpu, Device):
         return (at_step() - first) / calls
 
     def kept(self, forward: Callable[[int], Tensor]) -> int | None:
-        """Saved bytes by the allocator's count of requests."""
-
-        def requested() -> int:
-            return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
-
-        self._settle_memory(forward)
-        before = requested()
+        self._settle(forward)
+        before = torch.cuda.memory_stats()
         y = forward(0)
-        return requested() - before - y.numel() * y.element_size()
+        name, after = "requested_bytes.all.current", torch.cuda.memory_stats()
+        return int(after[name]) - int(before[name]) - y.nbytes
 
-    def _settle_memory(self, call: Callable[[int], object]) -> None:
-        """Call once and collect garbage, so that leftovers, of compiling for instance, are not counted."""
+    def _settle(self, call: Callable[[int], object]) -> None:
+        """So that leftovers, of compiling for instance, are not counted."""
         call(0)
-        gc.collect()
+        self.free()
+
+    def free(self) -> None:
+        super().free()
         torch.cuda.empty_cache()
 
     def ceilings(self, dtype: torch.dtype) -> tuple[Ceilings, str]:

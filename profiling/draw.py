@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from profiling.tables import Row, by_case, good, machine, result
+from profiling.figures import Row, by_case, good, machine, result
 from twell.base import files
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ ROOT = Path(__file__).resolve().parents[1]
 CHARTS, DIAGRAMS = ROOT / "profiling" / "charts", ROOT / "docs" / "figures"
 # Inches. At 100 pixels per inch it is that of a README's column.
 WIDTH = 8.3
-
-
 # Of a light page, and of a dark one. Readers without red-green vision can tell them apart on the ground.
 GROUND, TEXT, MUTED, GRID = "#ffffff", "#1f2328", "#59636e", "#e4e7eb"
 ROW, UNION, AUTO, DENSE, PAPER, EXTRA = "#0a66b5", "#c64600", TEXT, "#7d8590", "#8e2f6b", "#12855f"
 DARK = {GROUND: "#0d1117", TEXT: "#e6edf3", MUTED: "#9198a1", GRID: "#262c36", ROW: "#58a6ff", UNION: "#f28c28"}
 DARK |= {DENSE: "#8b949e", PAPER: "#d58fd8", EXTRA: "#2fbf8f"}
+# The line at the speed of dense.
+BASELINE: dict[str, Any] = {"color": MUTED, "linewidth": 1.2}
 
 
 class Chart(NamedTuple):
@@ -53,13 +53,12 @@ def svg(chart: Chart) -> str:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    settings: dict[str, Any] = {"font.family": ["DejaVu Sans"], "svg.hashsalt": "twell", "grid.color": GRID}
-    settings |= {"font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "svg.fonttype": "path"}
+    settings: dict[str, Any] = {"font.family": ["DejaVu Sans"], "svg.hashsalt": "twell", "svg.fonttype": "path"}
+    settings |= {"font.size": 10, "axes.titlesize": 11, "axes.labelsize": 10, "axes.axisbelow": True, "axes.grid": True}
     settings |= dict.fromkeys(("xtick.labelsize", "ytick.labelsize", "legend.fontsize"), 9)
-    settings |= {"lines.linewidth": 2.0, "lines.markersize": 5, "grid.linewidth": 0.8, "hatch.linewidth": 1.2}
+    settings |= {"lines.linewidth": 2.0, "lines.markersize": 5, "grid.linewidth": 0.8, "grid.color": GRID}
     settings |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "path.simplify"), False)
-    settings |= {"axes.grid": True, "axes.axisbelow": True}
-    settings |= dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor", "hatch.color"), GROUND)
+    settings |= dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), GROUND)
     settings |= dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color"), TEXT)
     settings |= dict.fromkeys(("xtick.labelcolor", "ytick.labelcolor"), TEXT)
     settings |= dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), MUTED)
@@ -90,11 +89,7 @@ def filled(text: str, width: int) -> str:
 
 
 def darkened(light: str) -> str:
-    """A picture in the colours of a dark page."""
     return re.sub("#[0-9a-f]{6}(?![0-9a-f])", lambda match: DARK[match[0]], light)
-
-
-# What charts share
 
 
 def sizes(rows: Sequence[Row]) -> str:
@@ -104,30 +99,14 @@ def sizes(rows: Sequence[Row]) -> str:
     return ", ".join(parts) + "; " if parts else ""
 
 
-def baseline(draw: Callable[..., object]) -> None:
-    """The line at the speed of dense."""
-    draw(1, color=MUTED, linewidth=1.2, zorder=1.5)
-
-
-def legend(figure: SubFigure, entries: Sequence[tuple[Any, str]]) -> None:
-    handles, labels = [entry[0] for entry in entries], [entry[1] for entry in entries]
+def legend(figure: SubFigure, entries: Mapping[str, Any]) -> None:
+    handles, labels = [*entries.values()], [*entries]
     figure.legend(handles, labels, loc="outside upper left", ncols=6, columnspacing=1.6, handlelength=2.2)
-
-
-def line(**style: Any) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], **style)
-
-
-def patch(**style: Any) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(**style)
 
 
 # Speed-up by workload
 
+KINDS = ("eager", "compiled")
 WORKLOADS = ("real3", "uniform29", "topic29", "skew29", "real6", "topic128", "dense911")
 EXPLAINED = (
     "real: layers of a trained model; uniform, topic, skew: drawn patterns; dense911: as trained without L1; "
@@ -136,43 +115,43 @@ EXPLAINED = (
 
 
 class Bar(NamedTuple):
-    """paper: the speed-up of the paper's code, if its result was right. wrong: whether it was not."""
+    """paper: the speed-up of the paper's code, 0 if its result was wrong."""
 
     label: str
     speedup: float
     strategy: str
     paper: float | None
-    wrong: bool
 
 
 def speedup() -> Chart:
     """Forward and training step of the named workloads, and the paper's code, beside dense PyTorch."""
-    names = {"forward": ("ffn", ""), "train": ("train", " train")}
-    bars = {op: [*bars_of(*variants)] for op, variants in names.items()}
-    spans = {}
-    for op, said in (("forward", "forward pass"), ("train", "training step")):
-        gains = [f"{bar.speedup:.1f}" for bar in sorted(bars[op], key=lambda b: b.speedup) if bar.strategy != "dense"]
-        spans[said] = " to ".join(dict.fromkeys((gains[0], gains[-1])))
-    said = ", ".join(f"{what} {span} times" for what, span in spans.items())
+    bars, spans = {"forward pass": [*bars_of("ffn", "")], "training step": [*bars_of("train", " train")]}, []
+    for what, own in bars.items():
+        gains = sorted(bar.speedup for bar in own if bar.strategy != "dense")
+        span = " to ".join(dict.fromkeys(f"{gain:.1f}" for gain in (gains[0], gains[-1])))
+        spans.append(f"{what} {span} times")
     footer = f"{EXPLAINED}\ntwell: {sizes(result('auto')['rows'])}{machine(result('auto'))}\nthe paper's code: "
     footer += f"{machine(result('paper_code'))}; compared with dense on the same machine"
 
     def draw(figure: SubFigure) -> None:
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
         panels = figure.subplots(1, 2, sharey=True)
-        for axes, own, what in zip(panels, bars.values(), ("Forward pass", "Training step")):
+        for axes, (what, own) in zip(panels, bars.items()):
             draw_bars(axes, own)
-            axes.set(title=f"{what} of a layer", xlabel="speed-up over dense PyTorch")
+            axes.set(title=f"{what.capitalize()} of a layer", xlabel="speed-up over dense PyTorch")
             axes.xaxis.set_major_formatter("{x:g}x")
             axes.set_xlim(0, 1.3 * max([1.0, *(bar.speedup for bar in own)]))
         panels[0].set_ylim(max(map(len, bars.values())) - 0.45, -0.55)
-        entries = [
-            (patch(color=ROW), "twell and its strategy"),
-            (patch(color=PAPER), "the paper's code, in eager calls, where its result was right"),
-            (line(color=MUTED, linewidth=1.2), "dense PyTorch = 1x"),
-        ]
+        entries = {
+            "twell and its strategy": Patch(color=ROW),
+            "the paper's code, in eager calls, where its result was right": Patch(color=PAPER),
+            "dense PyTorch = 1x": Line2D([], [], **BASELINE),
+        }
         legend(figure, entries)
 
-    return Chart(f"Layers that run sparse: {said} as fast as dense", footer, 5.3, draw)
+    return Chart(f"Layers that run sparse: {', '.join(spans)} as fast as dense", footer, 5.3, draw)
 
 
 def bars_of(variant: str, suffix: str) -> Iterator[Bar]:
@@ -180,33 +159,29 @@ def bars_of(variant: str, suffix: str) -> Iterator[Bar]:
     papers = by_case(result("paper_code")["rows"], "workload")
     for workload in WORKLOADS:
         rows = {row["variant"]: row for row in good("auto") if row["workload"] == workload}
-        dense = [rows[name]["ms"] for kind in ("eager", "compiled") if (name := f"dense {kind}{suffix}") in rows]
+        dense = [rows[name]["ms"] for kind in KINDS if (name := f"dense {kind}{suffix}") in rows]
         if not dense or variant not in rows:
             continue
         ours, other = rows[variant], papers.get((workload,), {})
         theirs = other.get(f"paper{suffix}")
-        paper = queued(other, suffix) / theirs["queued_ms"] if theirs and theirs["queued_ms"] else None
+        paper = 0.0 if theirs and theirs["red"] else None
+        if paper is None and theirs and theirs["queued_ms"]:
+            paper = min(other[f"dense {kind}{suffix}"]["queued_ms"] for kind in KINDS) / theirs["queued_ms"]
         label = f"{workload}\n{ours['nnz']:.0f} non-zeros"
-        yield Bar(label, min(dense) / ours["ms"], ours["strategy"], paper, bool(theirs and theirs["red"]))
-
-
-def queued(rows: Mapping[str, Row], suffix: str) -> float:
-    """ms of the faster dense call, many in a row."""
-    return float(min(rows[f"dense {kind}{suffix}"]["queued_ms"] for kind in ("eager", "compiled")))
+        yield Bar(label, min(dense) / ours["ms"], ours["strategy"], paper)
 
 
 def draw_bars(axes: Axes, bars: Sequence[Bar]) -> None:
     for i, bar in enumerate(bars):
         axes.barh(i - 0.19, bar.speedup, 0.36, color=ROW)
         axes.text(bar.speedup, i - 0.19, f" {bar.speedup:.2f}x {bar.strategy}", va="center", fontsize=8.5)
-        theirs = 0.0 if bar.wrong else bar.paper
-        if theirs is not None:
-            axes.barh(i + 0.19, theirs, 0.36, color=PAPER)
-            text = f" {theirs:.2f}x" if theirs else " wrong result"
+        if bar.paper is not None:
+            axes.barh(i + 0.19, bar.paper, 0.36, color=PAPER)
+            text = f" {bar.paper:.2f}x" if bar.paper else " wrong result"
             # over the line at 1
             box = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.4}
-            axes.text(theirs, i + 0.19, text, va="center", fontsize=8.5, color=PAPER, bbox=box)
-    baseline(axes.axvline)
+            axes.text(bar.paper, i + 0.19, text, va="center", fontsize=8.5, color=PAPER, bbox=box)
+    axes.axvline(1, zorder=1.5, **BASELINE)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="y", visible=False)
@@ -233,14 +208,14 @@ def nnz() -> Chart:
         best = {x: max(own[x] for own in both if x in own) for x in sorted({x for own in both for x in own})}
         if crossed := crossings(best):
             limits.append(f"{count(crossed[-1])} ({pattern})")
-    title = "Fewer non-zeros, more speed"
-    if limits:
-        title += f": the forward pass beats dense up to {' and '.join(limits)} non-zeros per token"
+    found = f": the forward pass beats dense up to {' and '.join(limits)} non-zeros per token" if limits else ""
     every = [y for lines in panels.values() for own in lines.values() for y in own.values()]
     note = f"below {SLOWEST:g}x not shown; " if min(every) < SLOWEST else ""
     note += 'training ends where "auto" runs dense\n'
 
     def draw(figure: SubFigure) -> None:
+        from matplotlib.lines import Line2D
+
         looks = {"row": (ROW, "o"), "union": (UNION, "s"), "auto": (AUTO, "D"), "dense": (DENSE, "x")}
         looks["train"] = (EXTRA, "^")
         styles: dict[str, Any] = {name: {"color": colour, "marker": each} for name, (colour, each) in looks.items()}
@@ -251,7 +226,15 @@ def nnz() -> Chart:
         for axes, (pattern, lines) in zip(axes_of, panels.items()):
             draw_lines(axes, lines, styles)
             axes.set(title=PATTERNS[pattern], xlabel="non-zeros per token (log)")
-            of_nonzeros(axes, [x for own in lines.values() for x in own])
+            # ticks at powers of 4
+            axes.set_xscale("log", base=4)
+            values = [x for own in lines.values() for x in own]
+            room = max(max(values) / min(values), 4) ** 0.04
+            low, high = min(values) / room, max(values) * room
+            ticks = [4.0**i for i in range(-9, 10) if low <= 4.0**i <= high]
+            axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+            axes.set_xticks([], minor=True)
+            axes.set_xlim(low, high)
             low, high = 0.93 * max(SLOWEST, min(1.0, *every)), 1.08 * max(1.0, *every)
             ticks = [tick for tick in SPEEDS if low <= tick <= high]
             axes.set_yscale("log")
@@ -261,10 +244,10 @@ def nnz() -> Chart:
         axes_of[0].set_ylabel("speed-up over dense (log)")
         named = {"train": 'training step, "auto"', "row": 'forward: "row"'}
         shown = [name for name in styles if any(name in lines for lines in panels.values())]
-        legend(figure, [(line(**styles[name]), named.get(name, f'"{name}"')) for name in shown])
+        legend(figure, {named.get(name, f'"{name}"'): Line2D([], [], **styles[name]) for name in shown})
 
     footer = sizes(result("sweep_nnz")["rows"]) + note + machine(result("sweep_nnz"))
-    return Chart(title, footer, 4.8, draw)
+    return Chart(f"Fewer non-zeros, more speed{found}", footer, 4.8, draw)
 
 
 def lines_of(pattern: str) -> dict[str, Line]:
@@ -303,33 +286,19 @@ def marks(lines: Mapping[str, Line]) -> list[tuple[float, float, str]]:
 def draw_lines(axes: Axes, lines: Mapping[str, Line], styles: Mapping[str, Any]) -> None:
     for name, own in lines.items():
         axes.plot([*own], [*own.values()], **styles[name])
-    baseline(axes.axhline)
+    axes.axhline(1, zorder=1.5, **BASELINE)
     said = [("Crossovers, non-zeros per token:", TEXT)]
     for x, y, what in marks(lines):
         axes.plot(x, y, "o", markersize=10, fillstyle="none", color=TEXT, zorder=5)
         said.append((f"{what} at {count(x)}", styles[what.split()[0]]["color"]))
+    box = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.5}
     for i, (text, colour) in enumerate(reversed(said)):
-        box = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.5}
         place = {"transform": axes.transAxes, "bbox": box, "fontsize": 9, "zorder": 4}
         axes.text(0.04, 0.04 + 0.06 * i, text, color=colour, **place)  # type: ignore[arg-type]
 
 
-def of_nonzeros(axes: Axes, values: Sequence[float]) -> None:
-    """Make the x axis logarithmic around ``values``, with ticks at powers of 4."""
-    axes.set_xscale("log", base=4)
-    room = max(max(values) / min(values), 4) ** 0.04
-    low, high = min(values) / room, max(values) * room
-    ticks = [4.0**i for i in range(-9, 10) if low <= 4.0**i <= high]
-    axes.xaxis.set_ticks(ticks, labels=[f"{tick:,g}" for tick in ticks])
-    axes.xaxis.set_ticks([], minor=True)
-    axes.set_xlim(low, high)
-
-
 def count(value: float) -> str:
     return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
-
-
-# The command
 
 
 def drawn() -> Iterator[tuple[Path, str]]:
@@ -341,10 +310,9 @@ def drawn() -> Iterator[tuple[Path, str]]:
         yield path.with_name(path.name.replace("-light", "-dark")), darkened(text)
 
 
-def drawn_by(text: str) -> str:
-    """The version of matplotlib that drew a picture; "" if none did."""
-    found = re.search(r"Matplotlib v([\d.]+),", text)
-    return found[1] if found else ""
+def drawn_by(text: str) -> list[str]:
+    """The version of matplotlib that drew a picture; none of a diagram."""
+    return re.findall(r"Matplotlib v([\d.]+),", text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -355,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         if not check:
             files.write_text(path, text)
-        elif before != text and drawn_by(before) in ("", drawn_by(text)):
+        elif before != text and drawn_by(before) in ([], drawn_by(text)):
             wrong.append(f"{path.name} is drawn otherwise now")
     if wrong:
         print(*wrong, "python -m profiling.draw draws them again", sep="\n", file=sys.stderr)

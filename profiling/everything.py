@@ -5,7 +5,7 @@
     python -m profiling.everything auto screen --out results --budget-s 540 --real FOLDER
 
 Without names: all that is older than the present kernels, and host times of another version than the present one, in
-the order of ``profiling.measurements``, except for what needs an input that is not given.
+the order of ``measurements.txt``, except for what needs an input that is not given.
 A command begins if its predicted seconds are left of --budget-s; one that runs over the budget is ended. Each
 result is in --out as soon as it is done, and what each command printed in NAME.log there. done.json says which commands
 ended: the same call goes on behind them, and repeats all after a change of kernels. Copy good files to
@@ -24,22 +24,57 @@ import string
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import twell
-from profiling.measurements import ALL, Measurement, shown_command
 from twell.base import files
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.runtime import fingerprint
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).resolve().parent / "results"
+LIST, RESULTS = ROOT / "profiling" / "measurements.txt", ROOT / "profiling" / "results"
 # Seconds of its budget that a command leaves unused.
 SPARE_S = 20
 # Exit status of a command, and of this one, that left something for the next call.
 LEFT = 3
+
+
+class Measurement(NamedTuple):
+    """A file of results, and the commands that make it, with predicted ``seconds`` for each.
+
+    kind: "", or "host", "dated" or "frozen", as ``measurements.txt`` explains them.
+    """
+
+    name: str
+    content: str
+    shown: str
+    commands: tuple[str, ...]
+    seconds: tuple[int, ...]
+    kind: str = ""
+
+
+def parsed(text: str) -> Iterator[Measurement]:
+    """Each measurement of a list. ValueError for a line that is none."""
+    known: dict[str, str] = {}
+    for block in re.split(r"\n(?=\w)", re.sub(r"(?m)^#.*\n|\n(?=\n)", "", text).strip()):
+        first, *commands = block.split("\n")
+        if match := re.fullmatch(r"([A-Z_0-9]+) = (.*)", first):
+            known[match[1]] = string.Template(match[2]).safe_substitute(known)
+            continue
+        match = re.fullmatch(r"(\w+)(?: \((host|dated|frozen)\))?: (.*) \| (.*)", first)
+        parts = [re.fullmatch(r"  (\d+) (.*)", line) for line in commands]
+        if match is None or None in parts:
+            raise ValueError(f"{LIST.name}: expected a name, content and commands, got {block!r}")
+        name, kind, content, shown = match.groups("")
+        words = tuple(string.Template(part[2]).safe_substitute(known) for part in parts if part)
+        yield Measurement(name, content, shown, words, tuple(int(part[1]) for part in parts if part), kind)
+
+
+# All, and those that can be made again: frozen ones are of studies that ended.
+LISTED = tuple(parsed(LIST.read_text(encoding="utf-8")))
+ALL = tuple(each for each in LISTED if each.kind != "frozen")
 
 
 def named(path: Path, what: str) -> str:
@@ -50,65 +85,58 @@ def named(path: Path, what: str) -> str:
 
 
 def present() -> str:
-    """The hash of the present kernels."""
     return str(fingerprint.source_hash())[:12]
 
 
 def is_old(each: Measurement) -> bool:
-    """Whether its file is missing, not whole or of other kernels, or of another version where that counts.
-
-    Files that stay as they are count as present.
-    """
+    """Whether its file is missing, not whole or of other kernels, or of another version where that counts."""
     path = RESULTS / f"{each.name}.json"
-    if each.dated and path.exists():
+    # which stays as it is
+    if each.kind == "dated" and path.exists():
         return False
-    if named(path, "kernels") != present() or json.loads(path.read_text()).get("complete") is False:
+    if named(path, "kernels") != present() or is_partial(path):
         return True
-    return each.host and named(path, "twell") != twell.__version__
+    return each.kind == "host" and named(path, "twell") != twell.__version__
+
+
+def is_partial(path: Path) -> bool:
+    return path.exists() and json.loads(path.read_text()).get("complete") is False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return exit_status("profiling.everything", lambda: run(parser().parse_args(argv)))
-
-
-def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("names", nargs="*", metavar="NAME", help="results to make (default: all that are older)")
     top.add_argument("--list", action="store_true", help="print what is older than the present kernels and end")
     top.add_argument("--out", type=Path, help="folder for results, logs and done.json")
-    top.add_argument(
-        "--budget-s", type=at_least(1), default=540, metavar="S", help="seconds of this call (%(default)s)"
-    )
+    said = "seconds of this call (%(default)s)"
+    top.add_argument("--budget-s", type=at_least(1), default=540, metavar="S", help=said)
     top.add_argument("--real", type=Path, metavar="FOLDER", help="recorded layers 3 and 6 of a model")
-    return top
+    arguments = top.parse_args(argv)
+    return exit_status("profiling.everything", lambda: run(arguments))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the list, or run what is chosen and missing."""
     known = {each.name: each for each in ALL}
     if unknown := [name for name in arguments.names if name not in known]:
         raise RequestError(f"NAME must be one of {', '.join(known)}, got {', '.join(unknown)}")
     chosen = [known[name] for name in arguments.names] or [each for each in ALL if is_old(each)]
     if arguments.list:
         for each in chosen:
-            print(line(each))
+            path = RESULTS / f"{each.name}.json"
+            state = f"of kernels {named(path, 'kernels') or 'not named'}" if path.exists() else "not measured yet"
+            if each.kind == "host" and path.exists():
+                state += f", version {named(path, 'twell') or 'not named'}"
+            print(f"{sum(each.seconds):6} s  {each.name:26} {state}")
             for command in each.commands if arguments.names else ():
-                print(f"          {shown_command(command)}")
+                # words in capitals for what the reader chooses
+                words = string.Template(command.replace(" --budget-s $BUDGET", ""))
+                print(f"          {words.substitute(OUT='FILE', FOLDER='OUT', REAL='REAL')}")
         print(f"{sum(sum(each.seconds) for each in chosen):6} s in all; kernels {present()}")
         return 0
     if arguments.out is None:
         raise RequestError("expected --out FOLDER or --list, got neither")
     arguments.out.mkdir(parents=True, exist_ok=True)
     return Runner(arguments).run(chosen, named=bool(arguments.names))
-
-
-def line(measurement: Measurement) -> str:
-    """One line of the list: predicted seconds, name, kernels of the published file, its version where that counts."""
-    path = RESULTS / f"{measurement.name}.json"
-    state = f"of kernels {named(path, 'kernels') or 'not named'}" if path.exists() else "not measured yet"
-    if measurement.host and path.exists():
-        state += f", version {named(path, 'twell') or 'not named'}"
-    return f"{sum(measurement.seconds):6} s  {measurement.name:26} {state}"
 
 
 class Runner:
@@ -126,7 +154,6 @@ class Runner:
 
     @property
     def left_s(self) -> float:
-        """Seconds left of the budget."""
         return self.end - time.monotonic()
 
     def run(self, chosen: Sequence[Measurement], named: bool) -> int:
@@ -137,11 +164,8 @@ class Runner:
         found = {each.name: self.measure(each) for each in chosen if each.name not in lacking}
         failed = [name for name, status in found.items() if status not in (0, LEFT)]
         left = [name for name, status in found.items() if status == LEFT]
-        for what, names in (
-            ("left out, as they need --real", lacking),
-            ("failed or red", failed),
-            ("left for the next call", left),
-        ):
+        said = {"left out, as they need --real": lacking, "failed or red": failed, "left for the next call": left}
+        for what, names in said.items():
             if names:
                 self.say(f"{what}: {', '.join(names)}")
         return 1 if failed else LEFT if left else 0
@@ -157,7 +181,7 @@ class Runner:
             self.say(f"{name}: command {number + 1} of {count}, about {seconds} s")
             began, written = time.monotonic(), modified(path)
             status = self.execute(name, measurement.commands[number])
-            if status in (0, 1) and path.exists() and json.loads(path.read_text()).get("complete") is False:
+            if status in (0, 1) and is_partial(path):
                 status = LEFT
             taken = round(time.monotonic() - began, 1)
             self.say(f"{name}: exit status {status} after {taken} s")
@@ -197,7 +221,6 @@ class Runner:
 
 
 def modified(path: Path) -> int:
-    """When a file was written; 0 if there is none."""
     return path.stat().st_mtime_ns if path.exists() else 0
 
 

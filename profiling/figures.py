@@ -1,19 +1,78 @@
 """What ``profiling.readme`` shows of layers and of whole models: tables and sentences from profiling/results/."""
 
+import functools
+import json
+import re
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from profiling import everything
-from profiling.tables import RESULTS, Row, bold, by_case, good, gpu_of, machine, markdown, pivot, result
+from profiling.everything import RESULTS
 from twell.choose.rates import SCREENED
 from twell.commands import tune
 
+Row = dict[str, Any]
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
 # The file of layers in all tables, and that of the other GPU.
 LAYER_FILE, OTHER_FILE = "auto", "auto_h100"
 OPS = {"ffn": "forward", "train": "training"}
+PASSES = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
+# Eager calls that are shown, and what of dense's time is slower.
+HOST_TOKENS, HOST_LAYERS, SLOWER = (1, 16, 64, 256, 1024), ((2048, 5632), (4096, 14336)), 1.02
+
+
+@functools.cache
+def result(name: str) -> dict[str, Any]:
+    """The content of a measurement's file of results. Raises OSError without one."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def good(name: str, time: str = "ms") -> list[Row]:
+    """The rows of a file that were right and timed."""
+    return [row for row in result(name)["rows"] if row[time] and not row["red"]]
+
+
+def by_case(rows: Iterable[Row], *keys: str, each: str = "variant") -> dict[tuple[Any, ...], dict[str, Row]]:
+    """Rows by what those of a case share, and by what tells these apart."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), {})[row[each]] = row
+    return found
+
+
+def gpu_of(name: str) -> str:
+    return str(result(name)["machine"]).partition("NVIDIA ")[2].split(" ")[0]
+
+
+def bold(ratio: float) -> str:
+    return f"**{ratio:.2f}**"
+
+
+def machine(found: Mapping[str, Any]) -> str:
+    """The machine line of a file, without the parts that cannot change a figure."""
+    line = re.sub(r" \(\d+ SMs, \d+ GiB\)", "", str(found["machine"]))
+    line = re.sub(r"SM \d+ MHz now, (\d+) most, memory \d+ MHz, (\d+)\.\d+ W", r"SM up to \1 MHz, \2 W", line)
+    return "; ".join(part for part in line.split("; ") if not part.startswith(("Python ", "driver ", "CuTe ")))
+
+
+def markdown(header: Sequence[str], align: str, rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; ``align`` has l or r for each column. ValueError if a line has more cells or fewer."""
+    rule = ["--:" if side == "r" else "---" for side in align]
+    for cells in (header, *rows):
+        if len(cells) != len(align):
+            raise ValueError(f"expected {len(align)} cells, got {len(cells)}: {cells}")
+    lines = ["| " + " | ".join(cells) + " |" for cells in (header, *rows)]
+    return "\n".join([lines[0], "|" + "|".join(rule) + "|", *lines[1:]])
+
+
+def pivot(corner: str, cells: Mapping[tuple[str, str], str]) -> str:
+    """A table of cells by line and column."""
+    lines, columns = (list(dict.fromkeys(key[place] for key in cells)) for place in (0, 1))
+    rows = [[line, *(cells.get((line, column), "") for column in columns)] for line in lines]
+    return markdown([corner, *columns], "l" + "r" * len(columns), rows)
 
 
 def where(name: str) -> str:
@@ -26,9 +85,6 @@ def span(ratios: Sequence[float]) -> str:
     """The least and the most."""
     said = [f"{each:.2f}" for each in (min(ratios), max(ratios))]
     return " to ".join(dict.fromkeys(said))
-
-
-# Layers
 
 
 def measured(workload: str, variant: str, name: str = LAYER_FILE) -> Row:
@@ -61,7 +117,6 @@ def layers() -> str:
 
 
 def errors() -> str:
-    """The range of errors over dense's."""
     rows = [measured(name, op) for op in OPS for name in LAYERS]
     said = [span([row[kind] / row[f"dense_{kind}"] for row in rows]) for kind in ("frobenius", "worst_row")]
     return f"Errors against float64 are {said[0]} times those of dense PyTorch in norm, and {said[1]} in the worst row."
@@ -75,7 +130,7 @@ def mean_speedups(name: str = LAYER_FILE, field: str = "speedup_dense") -> list[
 def headline() -> str:
     """One number each for inference, training and whole models, and for layers on the other GPU."""
     forward, train, *queued = *mean_speedups(), *mean_speedups(field="queued_speedup")
-    other, found = mean_speedups(OTHER_FILE), [*pairs(timed(configurations()))]
+    other, found = mean_speedups(OTHER_FILE), [*pairs()]
     gains = [theirs["ms"] / ours["ms"] for theirs, ours in found]
     names = [ours["config"] for _, ours in found]
     here, there = gpu_of(LAYER_FILE), gpu_of(OTHER_FILE)
@@ -91,13 +146,7 @@ def headline() -> str:
     )
 
 
-def machines() -> str:
-    """Where the layers were measured."""
-    return machine(result(LAYER_FILE))
-
-
 def layers_elsewhere() -> str:
-    """Speed-ups of the layers on the other GPU."""
     said = []
     for op, mean in zip(OPS, mean_speedups(OTHER_FILE), strict=True):
         gains = [measured(name, op, OTHER_FILE)["speedup_dense"] for name in LAYERS]
@@ -108,12 +157,8 @@ def layers_elsewhere() -> str:
 def memory() -> str:
     """Memory kept for backward and peaks of a layer with 29 non-zeros; they hardly depend on this number."""
     cells = []
-    for said, forward, train in (
-        ("dense, eager", "dense eager", "dense eager train"),
-        ("dense, compiled", "dense compiled", "dense compiled train"),
-        ('twell, "{}"', "ffn", "train"),
-    ):
-        step, inference = (measured("topic29", each) for each in (train, forward))
+    for said, kind in (("dense, eager", "dense eager "), ("dense, compiled", "dense compiled "), ('twell, "{}"', "")):
+        step, inference = measured("topic29", f"{kind}train"), measured("topic29", kind.strip() or "ffn")
         sizes = step["kept_bytes"], step["peak_bytes"], inference["peak_bytes"]
         cells.append([said.format(step["strategy"]), *(f"{size / 16384 / 1e3:.1f}" for size in sizes)])
     header = ["KB per token", "kept for backward", "peak of a training step", "peak of a forward pass"]
@@ -171,12 +216,6 @@ def screen() -> str:
     return f"{', '.join(said)}.{where('screen')}"
 
 
-# More than this of dense's time is slower.
-SLOWER = 1.02
-HOST_TOKENS = (1, 16, 64, 256, 1024)
-HOST_LAYERS = ((2048, 5632), (4096, 14336))
-
-
 def host_times() -> str:
     """Eager calls: their host time, and few tokens by "auto"."""
     rows, cells = [row for row in result("host")["rows"] if not row.get("red")], dict[tuple[str, str], str]()
@@ -195,22 +234,18 @@ def host_times() -> str:
     for way, time in times.items():
         each = [row[time] for row in few]
         said.append(f"{sum(value > SLOWER for value in each)} {way}, at most {max(each) - 1:+.1%}")
-    return "\n\n".join(
-        [
-            "What an eager call costs the host, in microseconds and over dense's:",
-            pivot("", cells),
-            'Forward, the time of an eager call by "auto" over dense\'s, queued / waited for, by number of tokens:',
-            pivot("K / N", shown),
-            f"Of {len(few)} points these take over {SLOWER:g} of dense's time: {'; '.join(said)}.{where('host')}",
-        ]
+    return (
+        f"What an eager call costs the host, in microseconds and over dense's:\n\n{pivot('', cells)}\n\n"
+        'Forward, the time of an eager call by "auto" over dense\'s, queued / waited for, by number of tokens:\n\n'
+        f"{pivot('K / N', shown)}\n\n"
+        f"Of {len(few)} points these take over {SLOWER:g} of dense's time: {'; '.join(said)}.{where('host')}"
     )
 
 
 def auto_losses() -> str:
     """What "auto" loses at the points outside of its table."""
-    found = result("held_out")
+    found, parts = result("held_out"), []
     losses = [row["loss"] for row in found["rows"]]
-    parts = []
     for kind, training in (("forward", False), ("training", True)):
         own = [row["loss"] for row in found["rows"] if row["training"] == training]
         parts.append(f"{100 * statistics.mean(own):.2f} % over {len(own)} {kind} points")
@@ -241,11 +276,6 @@ def shapes() -> str:
     return f"{table}\n\n{machine(result('tuning'))}"
 
 
-# Whole models
-
-PASSES = {"forward": "forward, decoder", "logits": "forward, with LM head", "train": "training step"}
-
-
 def configurations() -> list[dict[str, Any]]:
     """Results of the models of the paper's sizes. LookupError if two files have the same row."""
     found = [result(path.stem) for path in sorted(RESULTS.glob("paper_configs*.json"))]
@@ -255,15 +285,11 @@ def configurations() -> list[dict[str, Any]]:
     return found
 
 
-def timed(runs: Sequence[dict[str, Any]]) -> list[Row]:
-    """The timed rows of these runs, sorted by model and operation."""
-    rows = [row for run in runs for row in run["rows"] if row["ms"] and not row["red"]]
+def pairs() -> Iterator[tuple[Row, Row]]:
+    """The faster dense and the faster sparse row of each model and operation, sorted by these."""
+    rows = [row for run in configurations() for row in run["rows"] if row["ms"] and not row["red"]]
     order = list(dict.fromkeys(row["config"] for row in rows))
-    return sorted(rows, key=lambda row: (order.index(row["config"]), list(PASSES).index(row["op"])))
-
-
-def pairs(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
-    """The faster dense and the faster sparse row of each model and operation."""
+    rows.sort(key=lambda row: (order.index(row["config"]), list(PASSES).index(row["op"])))
     for own in by_case(rows, "config", "op").values():
         sides = [[row for name, row in own.items() if name.startswith(what)] for what in ("dense", "sparse")]
         if all(sides):
@@ -275,7 +301,7 @@ def models() -> str:
     """The faster dense and sparse variants of models of the paper's sizes, without LM head."""
     counts = {each["config"]: statistics.fmean(each["non_zeros"]) for run in configurations() for each in run["models"]}
     rows = []
-    for theirs, ours in pairs(timed(configurations())):
+    for theirs, ours in pairs():
         if ours["op"] == "logits":
             continue
         cells = [f"{ours['config']} ({counts[ours['config']]:.0f})", PASSES[ours["op"]]]

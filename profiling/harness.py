@@ -22,25 +22,31 @@ import torch
 from torch import Tensor
 
 import twell
-from profiling.device import Ceilings, Device, Gpu
+from profiling.device import Device, Gpu
+from twell import testing
 from twell.base import files
 from twell.base.text import aligned
 from twell.commands import tune
 from twell.commands.request import RequestError, at_least, check_json, number_above, pick_device
 from twell.commands.timing import FAILURES, Call, Recording, measure, reason, spread
-from twell.testing import Comparison
+from twell.testing import Comparison, Errors
 
 Row = dict[str, Any]
 # Errors by tensor, and the fault, "" if they are within the budget.
 Verdict = tuple[dict[str, Comparison], str]
+# Of a strategy, its call and the outputs of the last copy.
+Check = Callable[[str, Call, tuple[Tensor, ...]], Verdict]
 # A case of a bench: what its rows share, and the work that yields rows, some at a time.
 Case = tuple[Row, Callable[[], Iterable[list[Row]]]]
+# Of a table of options: a type, the names to choose from, or bool for a flag; the default, a list if there may be
+# several; and what it is.
+Option = tuple[Any, Any, str]
 # Eager calls before "auto" is recorded. It measures calls 0, 1, 2, 4 and decides by them at 1, 2, 4, 8.
 SETTLING = 9
 
 
 class Way(NamedTuple):
-    """A way of timing: "graph", or one of ``device.WAYS``.
+    """A way of timing: "graph", or a way of ``device.Eager``.
 
     field: of the time in a row, ``unit`` times milliseconds. over: of the time of the fastest baseline over it. calls:
     in a row; 0: as many as a variant has copies. share: of the seconds of a case. least, warm: rounds that are timed,
@@ -62,16 +68,15 @@ class Variant:
     """One call to time.
 
     by: makes the call of a strategy, which works on the i-th copy of the operands and returns its outputs, y first.
-    copies: calls of a recording. requested: the strategy; "" if there is no choice. check: of a strategy, its call and
-    the outputs of the last copy. note: puts more into the row. fields: of its row. within: a context of all of its
-    calls before timing.
+    copies: calls of a recording. requested: the strategy; "" if there is no choice. note: puts more into the row.
+    fields: of its row. within: a context of all of its calls before timing.
     """
 
     name: str
     by: Callable[[Any], Call]
     copies: int
     requested: str = ""
-    check: Callable[[str, Call, tuple[Tensor, ...]], Verdict] | None = None
+    check: Check | None = None
     note: Callable[[Row, "Settled", dict[str, Comparison]], None] | None = None
     fields: Row = field(default_factory=dict)
     within: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -83,7 +88,6 @@ class Variant:
 
     @property
     def is_dense(self) -> bool:
-        """Whether others are compared with it."""
         return not self.requested and self.name.startswith(("dense", "grouped"))
 
 
@@ -106,7 +110,6 @@ class Settled:
             self.now = variant.by(self.strategy)
 
     def checked(self) -> Verdict:
-        """Check the call in memory of NaN, and what eager calls run in its place."""
         check, last = self.variant.check, self.variant.copies - 1
         if check is None:
             return {}, ""
@@ -119,10 +122,7 @@ class Settled:
         return compared, red
 
     def recorded(self) -> tuple[Recording, str]:
-        """A recording, and its fault: a replay must give the bits of the call that was checked.
-
-        Libraries may choose other kernels in a graph: what PyTorch makes alone is checked again instead.
-        """
+        """A recording, and its fault: other bits than before; of libraries, which choose again, a wrong result."""
         recording, check = self.device.record(self.call, self.variant.copies, self.now), self.variant.check
         if check is None:
             return recording, ""
@@ -150,12 +150,21 @@ def settle(call: Call, site: twell.AutoStrategy, device: Device, graphs: bool = 
 
 
 def verdict(compared: dict[str, Comparison]) -> Verdict:
-    """The errors, and those that are beyond their budgets."""
     wrong = [f"{name}: {comparison}" for name, comparison in compared.items() if not comparison.ok]
     return compared, "; ".join(wrong)
 
 
-def agrees(right: Call, training: bool) -> Callable[[str, Call, tuple[Tensor, ...]], Verdict]:
+def near(right: Tensor, dense: Errors, terms: int) -> Check:
+    """A check of the last y, of so many hidden states that are not zero; few tokens are allowed more."""
+    budgets = testing.BUDGET, testing.BUDGET * testing.allowance(len(right))
+
+    def check(strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
+        return verdict({"y": Comparison(testing.errors(outputs[0], right), dense, terms, *budgets)})
+
+    return check
+
+
+def agrees(right: Call, training: bool) -> Check:
     """A check against a dense call, by the budgets of ``twell tune``."""
     most = tune.MOST_ERROR[training]
 
@@ -167,7 +176,6 @@ def agrees(right: Call, training: bool) -> Callable[[str, Call, tuple[Tensor, ..
 
 
 def whole(call: Call, parts: int) -> Tensor:
-    """y of the tokens of the first calls."""
     return torch.cat([call(i)[0] for i in range(parts)])
 
 
@@ -179,10 +187,7 @@ def ratio(value: float, base: float) -> float:
 def timed(
     base: Row, variants: Iterable[Variant], ways: Sequence[Way], device: Device, seconds: float, profiled: int = 0
 ) -> list[Row]:
-    """The rows of a case, each with ``base`` and the variant's fields; a fault while timing costs all times.
-
-    With ``profiled`` calls are made for a profiler instead of timed.
-    """
+    """The rows of a case; a fault while timing costs all times. ``profiled``: calls for a profiler instead."""
     variants = list(variants)
     blank: Row = {name: None for way in ways for name in (way.field, way.over) if name}
     blank |= {"requested": "", "strategy": "", "eager_strategy": "", "red": ""}
@@ -235,27 +240,22 @@ def profile(calls: Mapping[str, Call], times: int, device: Device) -> None:
     """Make each call ``times`` times in a range of its name, within one section of the profiler."""
     on_gpu = device.torch_device.type == "cuda"
     device.wait()
-    if on_gpu:
-        torch.cuda.profiler.start()
-    for name, call in calls.items():
-        with torch.cuda.nvtx.range(f"profile {name}") if on_gpu else nullcontext():
-            for i in range(times):
-                call(i)
-    device.wait()
-    if on_gpu:
-        torch.cuda.profiler.stop()
+    with torch.cuda.profiler.profile() if on_gpu else nullcontext():
+        for name, call in calls.items():
+            with torch.cuda.nvtx.range(f"profile {name}") if on_gpu else nullcontext():
+                for i in range(times):
+                    call(i)
+        device.wait()
 
 
 def fill(row: Row, way: Way, samples: Sequence[float], dense: Mapping[str, Sequence[float]]) -> None:
-    """Put the median into a row, of the first way with its spread, and the time of the fastest baseline over it.
-
-    That is the median of the ratios of each turn, since hosts wander.
-    """
+    """Put the median into a row, of the first way with its spread, and that of its ratios to the baseline."""
     median, _, p10, p90 = spread(samples)
     row[way.field] = median * way.unit
     if "samples" not in row:
         row |= {"samples": len(samples), f"p10_{way.field}": p10 * way.unit, f"p90_{way.field}": p90 * way.unit}
     if way.over and dense and all(samples):
+        # of each turn, since hosts wander
         faster = min(dense, key=lambda key: statistics.median(dense[key]))
         row[way.over] = statistics.median(other / own for own, other in zip(samples, dense[faster]))
         if way.how == "graph":
@@ -268,11 +268,7 @@ def beside(base: Row, rows: Sequence[Row], *fields: str) -> Row:
 
 
 def reds(rows: Sequence[Row]) -> str:
-    """The faults of rows."""
     return "; ".join(f"{row['variant']}: {row['red']}" for row in rows if row["red"])
-
-
-# Files and tables
 
 
 def show(rows: Sequence[Row], fields: Sequence[str]) -> None:
@@ -296,19 +292,12 @@ def cell(value: Any) -> str:
 
 
 def write_json(path: Path, rows: Sequence[Any], **facts: Any) -> None:
-    """Write the facts with the date, and ``rows``, one a line; infinity and NaN become null.
-
-    The file is written whole or not at all, so that an interruption leaves the old one.
-    """
+    """Write the facts with the date, and ``rows``, one a line, whole or not at all; infinity and NaN become null."""
     facts = {"machine": facts.pop("machine"), "date": tune.now(), **facts}
     lines = ",\n".join(json.dumps(_finite(row), allow_nan=False) for row in rows)
     text = json.dumps(_finite(facts), indent=1, allow_nan=False).removesuffix("\n}")
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_text(path, f'{text},\n "rows": [\n{lines}\n]}}\n')
-
-
-def _holds_path(value: Any) -> bool:
-    return isinstance(value, Path) or (isinstance(value, (list, tuple)) and any(map(_holds_path, value)))
 
 
 def _finite(value: Any) -> Any:
@@ -320,11 +309,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return value
-
-
-# of a table of options: a type, the names to choose from, or bool for a flag; the default, a list if there may be
-# several; and what it is
-Option = tuple[Any, Any, str]
 
 
 def written(default: Any) -> str:
@@ -353,39 +337,30 @@ def add_options(parser: argparse.ArgumentParser, options: Mapping[str, Option], 
 
 
 class Bench:
-    """A run: the device, the rows so far, in their file after each case, and the exit status.
+    """A run: the device, the rows, in their file after each case, and ``facts``, more of what the file holds."""
 
-    ``facts``: more of what the file holds. A file that cannot be written costs no measurement.
-    """
-
-    def __init__(self, name: str, arguments: argparse.Namespace, **facts: Any) -> None:
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         check_json("--out", arguments.out)
-        self.name, self.facts, self.out, self.seconds = name, facts, arguments.out, arguments.seconds
-        self.arguments, self.profiled = arguments, arguments.profile
-        # in the file, without paths
-        self.given = {key: value for key, value in vars(arguments).items() if not _holds_path(value)}
+        self.name, self.facts, self.arguments = name, dict[str, Any](), arguments
+        self.given = {key: value for key, value in vars(arguments).items() if key != "out"}
         self.rows: list[Row] = []
         self.complete = self.failed = False
         # of torchrun each process has a GPU, and the first one speaks
         local, rank = os.environ.get("LOCAL_RANK"), int(os.environ.get("RANK", 0))
         where = pick_device(arguments.device or ("cuda" if local is None else f"cuda:{local}"))
         self.speaks = rank == 0
-        if not self.speaks:
-            self.out = None
+        self.out: Path | None = arguments.out if self.speaks else None
         self.device: Device = Device()
         if where.type == "cuda":
             torch.cuda.set_device(where.index or 0)
             self.device = Gpu(torch.device("cuda", where.index or 0))
-        self.ceilings: Ceilings
         # the machine line is read while the GPU is busy
         self.ceilings, self.machine = self.device.ceilings(torch.bfloat16)
 
     def step(self, text: str) -> None:
-        """Say on stderr what begins."""
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Add rows and write the file."""
         self.rows += rows
         if self.out is None:
             return
@@ -395,24 +370,13 @@ class Bench:
             write_json(self.out, self.rows, **facts, complete=self.complete)
             self.failed = False
         except OSError as error:
+            # which costs no measurement
             if not self.failed:
                 self.step(f"error: {self.out} cannot be written: {error}")
             self.failed = True
 
     def timed(self, base: Row, variants: Iterable[Variant], ways: Sequence[Way], share: float = 1.0) -> list[Row]:
-        """The rows of a case, which takes this share of the seconds."""
-        return timed(base, variants, ways, self.device, self.seconds * share, self.profiled)
-
-    def guarded(self, base: Row, work: Callable[[], Iterable[list[Row]]]) -> None:
-        """Add the rows that the work yields; an error is a red row of ``base``."""
-        try:
-            for rows in work():
-                self.add(rows)
-        except RequestError:
-            raise
-        except FAILURES as error:
-            # out of memory, or the late fault of an earlier kernel
-            self.add([{**base, "red": reason(error)}])
+        return timed(base, variants, ways, self.device, self.arguments.seconds * share, self.arguments.profile)
 
     @torch.no_grad()
     def run(self, cases: Iterator[Case], shown: Sequence[str]) -> int:
@@ -420,7 +384,14 @@ class Bench:
         try:
             for base, work in cases:
                 self.step(", ".join(f"{name} {cell(value)}" for name, value in base.items()))
-                self.guarded(base, work)
+                try:
+                    for rows in work():
+                        self.add(rows)
+                except RequestError:
+                    raise
+                except FAILURES as error:
+                    # out of memory, or the late fault of an earlier kernel
+                    self.add([{**base, "red": reason(error)}])
             self.complete = True
         except KeyboardInterrupt:
             self.step("interrupted")

@@ -20,8 +20,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from profiling.everything import RESULTS
 from profiling.harness import show, write_json
-from profiling.tables import RESULTS
 from profiling.tune import read
 from twell import testing
 from twell.choose import cards, rates
@@ -45,7 +45,6 @@ def points() -> list[Row]:
 
 
 def measure(point: Row, device: timing.Device, card: Card, seconds: float) -> Row:
-    """The row of a point."""
     problem, workload = tune.problem_of(point), Workload(**point["pattern"])
     m, k, n, *_ = problem
     drawn = testing.make(workload, max(m, 4096), k, n, seed=point["seed"], device=device.torch_device).rows(0, m)
@@ -55,11 +54,7 @@ def measure(point: Row, device: timing.Device, card: Card, seconds: float) -> Ro
 
 
 def decided(row: Row, card: Card) -> Row:
-    """The row with the choice by ``card``, the predicted times over dense's, and the loss of the choice.
-
-    Of ``GRAPHS`` also with the choice of a graph that knows no figures, and its loss beside the same routes. A row that
-    is red has no loss.
-    """
+    """The row with the choice, its loss and predicted times over dense's; of ``GRAPHS`` also without figures."""
     ms, problem = tune.ms_of(row), tune.problem_of(row)
     right = {} if row["red"] else {route: time / min(ms.values()) - 1 for route, time in ms.items()}
     if not row["training"] and row["m"] in GRAPHS:
@@ -85,8 +80,9 @@ def summary(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{name}: {len(losses)} points, mean {statistics.mean(losses):.2%}, most {max(losses):.1%}"
 
 
-def measure_all(arguments: argparse.Namespace, device: timing.Device, card: Card) -> list[Row]:
-    """Measure the points and return their rows, which are also written to --out after each one."""
+def run(arguments: argparse.Namespace) -> int:
+    device = tune.gpu(None)
+    card = cards.in_use(device.torch_device)
     started, rows, chosen = time.monotonic(), list[Row](), points()
     about = {"machine": testing.machine_line(device.torch_device), "date": tune.now(), "rates": card.machine}
     for point in chosen:
@@ -97,12 +93,6 @@ def measure_all(arguments: argparse.Namespace, device: timing.Device, card: Card
         print(f"{len(rows)} of {len(chosen)}", flush=True)
         if arguments.out is not None:
             write_json(arguments.out, rows, **about, complete=len(rows) == len(chosen))
-    return rows
-
-
-def run(arguments: argparse.Namespace) -> int:
-    device = tune.gpu(None)
-    rows = measure_all(arguments, device, cards.in_use(device.torch_device))
     # red ones, then those that lose most
     show(sorted(rows, key=lambda row: (not row["red"], -(row["loss"] or 0)))[:10], SHOWN)
     print(*summary(rows), sep="\n")

@@ -10,13 +10,17 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from profiling import everything, figures, measurements, reference
-from profiling.tables import RESULTS, Row, bold, by_case, good, gpu_of, machine, markdown, pivot, result
+from profiling import everything, figures, reference
+from profiling.everything import RESULTS
+from profiling.figures import Row, bold, by_case, good, gpu_of, machine, markdown, pivot, result
 from twell.base import files
 from twell.base.text import as_percent
 from twell.choose import cards
 from twell.integrations.analyze import calls
 
+FP8 = "dense fp8"
+ENGINES = {"engine_small": "2,048 / 5,632", "engine_large": "4,096 / 14,336"}
+ENGINES |= {"engine_ten": "the same, 10 % fire", "engine_experts": "experts"}
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
@@ -24,16 +28,6 @@ PAGES = (ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").rglo
 def signed(table: str, *names: str, between: str = " ") -> str:
     """A table with the machine lines of its files."""
     return f"{table}\n\n{between.join(dict.fromkeys(machine(result(name)) for name in names))}"
-
-
-# Servers and `generate`
-
-ENGINES = {
-    "engine_small": "2,048 / 5,632",
-    "engine_large": "4,096 / 14,336",
-    "engine_ten": "the same, 10 % fire",
-    "engine_experts": "experts",
-}
 
 
 def engines() -> str:
@@ -69,9 +63,6 @@ def generate() -> str:
     return signed(markdown(header, "lrrrr", rows), "generate")
 
 
-# Other layers
-
-
 def autoencoders() -> str:
     """Autoencoders by "auto": speed-ups over the faster dense variant in graphs and in eager calls, and the peak."""
     cells = {}
@@ -93,8 +84,7 @@ def experts() -> str:
         times = [f"{of[variant]['us']:.0f}" for variant in ("grouped products", '"auto"')]
         auto = of['"auto"']
         rows.append([f"{sequences:,}", f"{auto['touched']:.0f}", *times, bold(auto["over_grouped"])])
-    products = "grouped products"
-    header = ["sequences", "experts touched", f"{products}, us", '"auto", us', f"over {products}"]
+    header = ["sequences", "experts touched", "grouped products, us", '"auto", us', "over grouped products"]
     return signed(markdown(header, "r" * len(header), rows), "experts")
 
 
@@ -158,30 +148,6 @@ def most_nonzeros() -> str:
     return markdown(["layers like those of", *map(str, kinds)], "lrrr", cells)
 
 
-# e4m3 weights
-
-FP8 = "dense fp8"
-
-
-def e4m3() -> str:
-    """The section on figures of docs/float8.md."""
-    size, large = ("K = {k:,}, N = {n:,}".format(**result(name)["rows"][0]) for name in ("float8", "float8_large"))
-    return "\n\n".join(
-        [
-            "## What to expect",
-            f"{size}: microseconds of a call in CUDA graphs, x quantised within. Dense fp8 is the fastest form of "
-            "`torch._scaled_mm` with passes that quantise, bf16 twell the fastest strategy in 16 bits:",
-            e4m3_speed("float8"),
-            e4m3_errors(),
-            f"Few tokens, {large}, with weights that are not in L2:",
-            e4m3_speed("float8_large", tokens=(1, 64)),
-            "Decoding by a layer of 128 experts, 6 for each token, of Nemotron 3 Nano's sizes (K = 2,688, N = 1,856), "
-            "where 9.3 % of the neurons fire. Routes and zeros are drawn. Grouped products are PyTorch's:",
-            signed(e4m3_experts(), "float8", "float8_large", "float8_experts", between=". And "),
-        ]
-    )
-
-
 def e4m3_layers(name: str) -> Iterable[dict[str, Row]]:
     """The variants of each layer and number of tokens."""
     return by_case(good(name, "us"), "workload", "k", "n", "m").values()
@@ -221,7 +187,7 @@ def e4m3_errors() -> str:
 
 
 def e4m3_experts() -> str:
-    """Layers of experts in 16 bits and in e4m3."""
+    """Layers of experts in 16 bits and in e4m3, and the machines of all results in e4m3."""
     rows, names = [], ("grouped products", '"row"', 'e4m3 "auto"')
     for (sequences,), of in by_case(result("float8_experts")["rows"], "sequences").items():
         times = [of[name]["us"] for name in names]
@@ -229,10 +195,7 @@ def e4m3_experts() -> str:
             gains = [bold(time / times[-1]) for time in times[:2]]
             rows.append([f"{sequences:,}", *(f"{time:.0f}" for time in times), *gains])
     header = ["sequences", "bf16 grouped products, us", 'bf16 "row"', names[-1], "over grouped", 'over bf16 "row"']
-    return markdown(header, "r" * len(header), rows)
-
-
-# Pages
+    return signed(markdown(header, "rrrrrr", rows), "float8", "float8_large", "float8_experts", between=". And ")
 
 
 def beside_others() -> str:
@@ -290,54 +253,37 @@ def beside_others() -> str:
     ]
     cells = []
     for other, what, times in found:
-        spans = [figures.span(each) if each else "" for each in times]
-        cells.append([other, what, *spans, *[""] * (3 - len(spans))])
+        spans = [figures.span(each) if each else "" for each in (*times, [], [])]
+        cells.append([other, what, *spans[:3]])
     table = markdown(["other way", "what was timed", "in graphs", "eager, queued", "waited for"], "llrrr", cells)
     elsewhere = " and ".join(f"`{name}`" for name in ("experts", "adapters") if gpu_of(name) != "H200")
     return f"{table}\n\nMeasured on an H200{f', {elsewhere} on an H100' if elsewhere else ''}."
 
 
 def results() -> str:
-    """What is in each file of results."""
-    found = [*measurements.ALL, *measurements.FROZEN]
-    rows = [[f"`{each.name}`", each.content, each.shown] for each in found if (RESULTS / f"{each.name}.json").exists()]
+    found = [each for each in everything.LISTED if (RESULTS / f"{each.name}.json").exists()]
+    rows = [[f"`{each.name}`", each.content, each.shown] for each in found]
     return markdown(["file", "content", "shown in"], "lll", rows)
 
 
+# By the name of a block: most functions have it.
 TABLES: dict[str, Callable[[], str]] = {
-    "headline": figures.headline,
-    "layers": figures.layers,
-    "errors": figures.errors,
-    "machine": figures.machines,
-    "layers on an H100": figures.layers_elsewhere,
-    "memory": figures.memory,
-    "large layer": figures.large_layer,
-    "few tokens": figures.few_tokens,
-    "few by share": figures.few_by_share,
-    "over-full": figures.overfull,
-    "screen": figures.screen,
-    "host": figures.host_times,
-    "auto losses": figures.auto_losses,
-    "shapes": figures.shapes,
-    "most non-zeros": most_nonzeros,
-    "several GPUs": figures.several_gpus,
-    "models": figures.models,
-    "beside others": beside_others,
-    "portable calls": portable_calls,
-    "adapters": adapters,
-    "engines": engines,
-    "generate": generate,
-    "autoencoders": autoencoders,
-    "experts": experts,
-    "experts elsewhere": experts_elsewhere,
-    "float8": e4m3,
-    "files": results,
+    make.__name__.replace("_", " "): make
+    for make in (
+        *(figures.headline, figures.layers, figures.errors, figures.memory, figures.large_layer, figures.few_tokens),
+        *(figures.few_by_share, figures.screen, figures.auto_losses, figures.shapes, figures.models),
+        *(beside_others, portable_calls, adapters, engines, generate, autoencoders, experts, experts_elsewhere),
+    )
 }
+TABLES |= {"layers on an H100": figures.layers_elsewhere, "over-full": figures.overfull, "host": figures.host_times}
+TABLES |= {"several GPUs": figures.several_gpus, "most non-zeros": most_nonzeros, "files": results}
+TABLES |= {"float8": lambda: e4m3_speed("float8"), "float8, few": lambda: e4m3_speed("float8_large", tokens=(1, 64))}
+TABLES |= {"float8, errors": e4m3_errors, "float8, experts": e4m3_experts}
+TABLES["machine"] = lambda: machine(result(figures.LAYER_FILE))
 PLACE = re.compile(r"(<!-- table: ([^\n]*?) -->)\n.*?(<!-- end -->)", re.DOTALL)
 
 
 def fill(text: str) -> str:
-    """A page with all of its tables filled."""
     tables = {**TABLES, **reference.blocks()} if "<!-- table: " in text else {}
 
     def table(match: re.Match[str]) -> str:

@@ -1,6 +1,9 @@
 """Record inputs and gate weights of a model's feed-forward layers as files for ``testing.load_real``.
 
-python -m profiling.record MODEL --text FOLDER --layers 3 6 --out RECORDED
+    python -m profiling.record MODEL --text FOLDER --layers 3 6 --out RECORDED
+
+Run a model on text and write the inputs of the chosen feed-forward layers and their gate weights in bfloat16: workloads
+with the pattern of a real model, for `python -m profiling.bench --workload real:FOLDER` and twell.testing.load_real.
 """
 
 import argparse
@@ -17,11 +20,6 @@ from twell.commands import saved_model
 from twell.commands.request import RequestError, at_least, exit_status
 from twell.integrations.analyze.layers import WatchedLayer, found, observe
 
-DESCRIPTION = """\
-Run a model on text and write the inputs of the chosen feed-forward layers and their gate weights in bfloat16: workloads
-with the pattern of a real model, for `python -m profiling.bench --workload real:FOLDER` and twell.testing.load_real.
-"""
-
 
 @torch.no_grad()
 def write_layer(path: Path, layer: WatchedLayer, x: Tensor) -> str:
@@ -30,10 +28,8 @@ def write_layer(path: Path, layer: WatchedLayer, x: Tensor) -> str:
 
     linear: Any = layer.linear
     tensors = {"x": x, "w": linear.weight} | ({} if linear.bias is None else {"b": linear.bias})
-    bits: Any = {
-        name: t.detach().bfloat16().cpu().contiguous().view(torch.int16).numpy() for name, t in tensors.items()
-    }
-    np.savez_compressed(path, **bits)
+    bits = {name: t.detach().bfloat16().cpu().contiguous().view(torch.int16) for name, t in tensors.items()}
+    np.savez_compressed(path, **{name: t.numpy() for name, t in bits.items()})
     on = linear.weight.device
     fired = sum(int((F.linear(part.to(on), linear.weight, linear.bias) > 0).sum()) for part in x.split(4096))
     size = path.stat().st_size / 1e6
@@ -53,7 +49,6 @@ def _check_out(out: Path) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command and print. Raises RequestError if the request cannot be met."""
     out: Path = arguments.out
     _check_out(out)
     loaded = saved_model.load(arguments, remedy=saved_model.ACTIVATION_OPTION)
@@ -88,7 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to ``parser``."""
     saved_model.add_arguments(parser, tokens=4096)
     add = parser.add_argument
     add("--layers", type=at_least(0), nargs="+", required=True, metavar="L", help="numbers of the layers")
@@ -96,7 +90,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m profiling.record", description=DESCRIPTION)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m profiling.record", description=__doc__, formatter_class=formatter)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     return exit_status("profiling.record", lambda: run(arguments))

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import twell
@@ -19,15 +19,10 @@ RETURNED = {"Analysis", "Aux", "CompactionReport", "Firing", "Float8MLP", "Layer
 RETURNED |= {"SparseFFN", "SparsityStats"}
 
 
-@functools.cache
 def blocks() -> dict[str, Callable[[], str]]:
     """The function that makes each block, by the block's name."""
-    kinds = (
-        ("command", command, COMMANDS),
-        ("names", names, MODULES),
-    )
-    made = {f"{kind} {name}": functools.partial(make, name) for kind, make, found in kinds for name in found}
-    return {"operators": operators, **made}
+    made = {f"command {name}": functools.partial(command, name) for name in COMMANDS}
+    return made | {f"names {name}": functools.partial(names, name) for name in MODULES} | {"operators": operators}
 
 
 def operators() -> str:
@@ -43,18 +38,12 @@ def operators() -> str:
     return "\n".join(["| operator | computes |", "|---|---|", *rows])
 
 
-def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of ``twell NAME``."""
+def command(name: str) -> str:
+    """A command's description and its arguments, which ``--help`` explains."""
     from twell.commands import cli
 
     subparsers = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
-    found: argparse.ArgumentParser = next(subparsers).choices[name]
-    return found
-
-
-def command(name: str) -> str:
-    """A command's description and its arguments, which ``--help`` explains."""
-    parser = parser_of(name)
+    parser: argparse.ArgumentParser = next(subparsers).choices[name]
     groups = (group._group_actions for group in parser._action_groups)
     shown = [a for actions in groups for a in actions if a.help is not argparse.SUPPRESS and a.dest != "help"]
     given = ", ".join(f"`{called(action)}`" for action in shown)
@@ -63,8 +52,8 @@ def command(name: str) -> str:
 
 def called(action: argparse.Action) -> str:
     """An argument as it is written: its flags, and the name or choices of its value."""
-    choices = ",".join(map(str, action.choices or ()))
-    value = action.metavar or (f"{{{choices}}}" if choices else action.dest.upper())
+    choices = f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()
+    value = action.metavar or choices
     value = value if isinstance(value, str) else " ".join(value)
     if not action.option_strings:
         return value if action.nargs not in ("*", "?") else f"[{value}]"
@@ -79,20 +68,13 @@ def escaped(text: str) -> str:
     return re.sub(r"([|*<])", r"\\\1", text)
 
 
-def described(module: str) -> Iterator[tuple[str, Any, str]]:
-    """The name, object and docstring of each public function and class of a module."""
-    found = importlib.import_module(module)
+def names(module: str) -> str:
+    """A table of public functions and classes, with the first paragraph of each docstring."""
+    found, rows, first = importlib.import_module(module), list[str](), dict[str, str]()
     for name in public(found):
         thing = getattr(found, name)
-        if (inspect.isclass(thing) or callable(thing)) and (text := inspect.getdoc(thing)):
-            yield name, thing, text
-
-
-def names(module: str) -> str:
-    """A table of public names, with the first paragraph of each docstring."""
-    rows, first = [], dict[str, str]()
-    for name, thing, text in described(module):
-        if name in RETURNED or (module != "twell" and thing is getattr(twell, name, None)):
+        text = inspect.getdoc(thing) if callable(thing) else None
+        if not text or name in RETURNED or (module != "twell" and thing is getattr(twell, name, None)):
             continue
         given = arguments(thing)
         # classes of one base share their arguments

@@ -20,7 +20,6 @@ from typing import Any
 
 from profiling.bench.portable import kernels_of
 from profiling.harness import write_json
-from profiling.tables import loads
 from twell.base import files
 from twell.choose import cards
 from twell.choose.cards import Card
@@ -32,7 +31,7 @@ from twell.runtime import specs
 def read(path: Path) -> dict[str, Any]:
     """The file of an earlier run; ValueError if it is another file."""
     try:
-        run = loads(path.read_text())
+        run: dict[str, Any] = json.loads(path.read_text())
         run["machine"], run["date"], tune.usable(run["rows"])
     except cards.UNUSABLE as error:
         raise ValueError(f"expected what --out wrote in {path}, got {type(error).__name__}: {error}") from error

@@ -20,15 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT)]
 
-
 # folders of a checkout; scratch/ is for experiments and need not exist
 FOLDERS = ("tests", "profiling", "examples", "scratch")
-
 # pip matches manylinux platforms one by one
 PLATFORMS = [f"manylinux_2_{minor}_{platform.machine()}" for minor in (17, 24, 27, 28)]
-
 # parts of a wheel that only builds need
 UNUSED = ("/include/", "/src/", ".pyi", "/share/")
+# 4 s for 44 MB, which become 15.3; lzma's default setting takes 29 s for 13.7 MB
+FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 1}]
 
 
 def main() -> None:
@@ -71,7 +70,6 @@ def foreign_to_bundle(out: Path) -> str:
 
 
 def make(arguments: argparse.Namespace, out: Path) -> None:
-    """Fill the folder of a bundle."""
     site = out / "site"
     unpack(arguments.wheel, site)
     # the version of tvm-ffi that the kernels were linked to
@@ -108,10 +106,6 @@ def download(package: str, python: str, cache: Path) -> Path:
         subprocess.run(command + [f"--platform={each}" for each in PLATFORMS], check=True)
     (wheel,) = folder.glob("*.whl")
     return wheel
-
-
-# 4 s for 44 MB, which become 15.3; lzma's default setting takes 29 s for 13.7 MB
-FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 1}]
 
 
 def pack_runtime(cache: Path) -> Path:

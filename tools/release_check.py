@@ -32,18 +32,15 @@ def main() -> int:
 
 
 def of_wheel(path: Path) -> list[str]:
-    """Faults of the compiled code in a wheel."""
     from cute_kernels import catalog, fingerprint
 
     faults = []
     with zipfile.ZipFile(path) as wheel:
-        if HOST not in wheel.namelist():
-            faults.append(f"{path.name} must have {HOST}, without which launches take longer")
-        found = {}
-        for name in wheel.namelist():
-            if PurePosixPath(name).name == "manifest.json":
-                manifest = json.loads(wheel.read(name))
-                found[manifest["arch"]] = manifest
+        names = wheel.namelist()
+        manifests = [json.loads(wheel.read(name)) for name in names if PurePosixPath(name).name == "manifest.json"]
+    if HOST not in names:
+        faults.append(f"{path.name} must have {HOST}, without which launches take longer")
+    found = {manifest["arch"]: manifest for manifest in manifests}
     for arch in sorted({fingerprint.ARCH, *found}):
         wanted = {spec.symbol for spec in catalog.of_architecture(arch)}
         manifest = found.get(arch, {"symbols": [], "source_hash": fingerprint.source_hash()})
@@ -64,7 +61,7 @@ def of_sources(path: Path, tracked: list[str]) -> list[str]:
 
 
 def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return subprocess.check_output(["git", *arguments], cwd=ROOT, text=True)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,10 @@ from pathlib import Path
 import elf_check  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).resolve().parents[1]
-
 # the oldest systems of torch, tvm-ffi and the DSL runtime, by the tags of their wheels
 SYSTEM = "manylinux_2_28"
 # libraries of those wheels, which are installed beside this one
 EXTERNAL = {"libcute_dsl_runtime.so": "nvidia-cutlass-dsl-libs-cu12", "libtvm_ffi.so": "apache-tvm-ffi"}
-
 # it reads wheels of every processor, and offers the tags of its own machine's alone
 AUDITWHEEL = "import platform, sys; platform.machine = lambda: '{}'; from auditwheel.main import main; sys.exit(main())"
 
@@ -38,10 +36,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, str(ROOT)]
         # the same sources make the same bytes
-        log = subprocess.run(
-            ["git", "log", "-1", "--format=%ct"], cwd=ROOT, check=False, capture_output=True, text=True
-        )
-        environment = {"SOURCE_DATE_EPOCH": log.stdout.strip()} if log.stdout.strip() else {}
+        log = ["git", "log", "-1", "--format=%ct"]
+        epoch = subprocess.run(log, cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip()
+        environment = {"SOURCE_DATE_EPOCH": epoch} if epoch else {}
         if host != here:
             fetch(host)
             build += [f"--config-setting=cmake.toolchain-file={ROOT / 'cmake' / f'{host}.cmake'}"]

@@ -1,7 +1,7 @@
 """``python -m profiling.bench``: check layers and models, then time them beside dense PyTorch.
 
-The module of a bench has NAME, DESCRIPTION, the table of its OPTIONS, the SECONDS of a case, ``cases(bench)`` and the
-fields that are SHOWN.
+The module of a bench has a docstring for --help, the table of its OPTIONS, the SECONDS of a case, ``cases(bench)`` and
+the fields that are SHOWN.
 """
 
 import argparse
@@ -17,25 +17,19 @@ BENCHES = ("model", "moe", "float8", "sae", "firing", "host", "adapters", "porta
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it with the arguments ``argv`` (default: sys.argv).
-
-    Returns the exit code: 0, 1 for a red row, 2 for a request that cannot be met, 130 for Ctrl-C. Bad arguments raise
-    SystemExit(2).
-    """
+    """Run it; returns 0, 1 for a red row, 2 for a request that cannot be met, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     name = words.pop(0) if words and words[0] in BENCHES else "layers"
+    command = "profiling.bench" if name == "layers" else f"profiling.bench {name}"
     module = importlib.import_module(f"profiling.bench.{name}")
-    top = argparse.ArgumentParser(
-        prog=f"python -m {module.NAME}",
-        description=module.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    top = argparse.ArgumentParser(f"python -m {command}", description=module.__doc__, formatter_class=formatter)
     if name == "layers":
         top.add_argument("ops", nargs="*", type=module.words(module.OPS), default=[["ffn"]], metavar="OP")
     harness.add_options(top, module.OPTIONS, module.SECONDS)
 
     def run() -> int:
-        bench = harness.Bench(module.NAME, top.parse_intermixed_args(words))
+        bench = harness.Bench(command, top.parse_intermixed_args(words))
         return bench.run(module.cases(bench), module.SHOWN)
 
-    return exit_status(module.NAME, run)
+    return exit_status(command, run)

@@ -1,5 +1,3 @@
-"""``python -m profiling.bench``."""
-
 import sys
 
 from profiling.bench import main

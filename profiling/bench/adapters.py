@@ -1,4 +1,10 @@
-"""``python -m profiling.bench adapters``: a layer with LoRA adapters of peft, and without."""
+"""``python -m profiling.bench adapters``: a layer with LoRA adapters of peft, and without.
+
+Time transformers' LlamaMLP with ReLU, on a workload's weights and tokens, with LoRA adapters of peft on all three
+projections, whose base weights are frozen, and without, where all weights train: forward passes and training steps,
+dense and by twell. Dense is the faster of eager and compiled, twell chooses by "auto". Times are medians of CUDA graphs
+("graph") and of eager calls in a row ("queued"), in turn.
+"""
 
 import functools
 import itertools
@@ -19,13 +25,6 @@ from twell.commands.request import RequestError, at_least
 from twell.commands.timing import Call
 from twell.testing import FFN
 
-NAME = "profiling.bench adapters"
-DESCRIPTION = """\
-Time transformers' LlamaMLP with ReLU, on a workload's weights and tokens, with LoRA adapters of peft on all three
-projections, whose base weights are frozen, and without, where all weights train: forward passes and training steps,
-dense and by twell. Dense is the faster of eager and compiled, twell chooses by "auto". Times are medians of CUDA graphs
-("graph") and of eager calls in a row ("queued"), in turn.
-"""
 # of adapters: none, in the dtype of the layer, or in peft's default
 ADAPTERS = ("none", "bfloat16", "float32")
 NAMES = ["gate_proj", "up_proj", "down_proj"]
@@ -55,7 +54,6 @@ def layer(problem: FFN, adapters: str, rank: int) -> nn.Module:
 
 
 def call_of(module: Any, x: Tensor, dy: Tensor | None) -> Call:
-    """A forward pass, or a training step for ``dy``."""
     if dy is None:
         return lambda _: (module(x),)
     x = x.detach().requires_grad_()

@@ -1,4 +1,15 @@
-"""``python -m profiling.bench float8``: a layer of e4m3 weights beside dense fp8 products of PyTorch."""
+"""``python -m profiling.bench float8``: a layer of e4m3 weights beside dense fp8 products of PyTorch.
+
+Time a gated layer of e4m3 weights with a scale per row: twell.sparse_gated_ffn by "row", "union", "dense" and "auto",
+the same layer in bfloat16, dense and sparse, and dense fp8: torch._scaled_mm with fused passes that quantise, those of
+the package and others in Triton, gate and up in one product or in two. Weights of several layers are read in turn,
+whose gates exceed L2, and each call of up to 256 tokens has others. A right result is as close to the formula in
+float64 as dense fp8 is, or in bfloat16 to the layer in float64 as dense bfloat16 is.
+
+us is the median of CUDA graphs, queued_us of eager calls in a row, over_dense and queued_over_dense the time of the
+fastest dense fp8 over it, nonzeros of e4m3 gates, error relative to the formula in float64, and original to float64 of
+the weights before they were quantised.
+"""
 
 import functools
 import importlib.util
@@ -20,29 +31,13 @@ from twell.ops import float8
 from twell.testing import Comparison
 from twell.testing.quantised import Quantised
 
-NAME = "profiling.bench float8"
-DESCRIPTION = """\
-Time a gated layer of e4m3 weights with a scale per row: twell.sparse_gated_ffn by "row", "union", "dense" and "auto",
-the same layer in bfloat16, dense and sparse, and dense fp8: torch._scaled_mm with fused passes that quantise, those of
-the package and others in Triton, gate and up in one product or in two. Weights of several layers are read in turn,
-whose gates exceed L2, and each call of up to 256 tokens has others. A right result is as close to the formula in
-float64 as dense fp8 is, or in bfloat16 to the layer in float64 as dense bfloat16 is.
-
-us is the median of CUDA graphs, queued_us of eager calls in a row, over_dense and queued_over_dense the time of the
-fastest dense fp8 over it, nonzeros of e4m3 gates, error relative to the formula in float64, and original to float64 of
-the weights before they were quantised.
-"""
 # bytes of gates that calls go through before they read the same again
 _BEYOND_L2 = 200 << 20
 # Calls of a recording of up to so many tokens, and tokens that are checked.
 CALLS, FEW, CHECKED = 32, 256, 1024
 DENSE, BF16, BF16_DENSE = "dense fp8", "bfloat16", "bfloat16 dense"
-
-
 WAYS = Way("graph", "us", "over_dense", 1e3), Way("queued", "queued_us", "queued_over_dense", 1e3, share=0.5)
 SHOWN = ("workload", "variant", "strategy", "m", "k", "n", "nonzeros", "us", "over_dense", "error", "original")
-
-
 OPTIONS = {
     "--workload": (str, ["topic29"], "as of profiling.bench, without biases"),
     "--m": (at_least(1), [16384], "tokens"),
@@ -53,8 +48,6 @@ SECONDS = 1.0
 
 
 class Weights(Quantised):
-    """The same layer in e4m3 and in 16 bits."""
-
     def wide(self, x: Tensor, strategy: Any) -> Tensor:
         return testing.sparse_output(self.problem._replace(x=x), strategy=strategy)
 
@@ -81,13 +74,6 @@ def cases(bench: Bench) -> Iterator[Case]:
             yield {"workload": source.name, "m": m}, functools.partial(measure, source.name, layers, m)
 
 
-def rows_in_float8() -> Callable[..., Any]:
-    """Passes that quantise, in Triton."""
-    from profiling.bench import float8_triton
-
-    return float8_triton.rows_in_float8
-
-
 class Measured:
     """Variants of a layer on ``m`` tokens: call ``i`` has the i-th of ``layers``, and of few tokens others, in turn."""
 
@@ -107,23 +93,22 @@ class Measured:
         self.base |= dict(zip(("nonzeros", "union", "heaviest"), means))
 
     def whole(self, call: Call) -> Tensor:
-        """y of the tokens that are checked."""
         return harness.whole(call, len(self.parts))[:CHECKED]
 
     def by(self, function: Callable[[Weights, Tensor, Any], Tensor]) -> Callable[[Any], Call]:
-        """Calls of ``function(weights, tokens, strategy)``."""
         layers, parts = self.layers, self.parts
         return lambda strategy: lambda i: (function(layers[i % len(layers)], parts[i % len(parts)], strategy),)
 
     def variants(self) -> Iterator[Variant]:
-        """The calls: dense ones, then sparse ones."""
         calls: dict[str, Any] = {}
-        on_gpu = self.on.type == "cuda"
-        for triton in [False, True] if on_gpu and importlib.util.find_spec("triton") else [False]:
-            others: dict[str, Any] = {"quantise": rows_in_float8(), "hidden": rows_in_float8()} if triton else {}
-            for merged in (True, False):
-                said = f"{DENSE}, {'one product' if merged else 'two products'}{', Triton' if triton else ''}"
-                calls[said] = functools.partial(Weights.dense, merged=merged, **others)
+        passes: dict[str, dict[str, Any]] = {"": {}}
+        if self.on.type == "cuda" and importlib.util.find_spec("triton"):
+            from profiling.bench.float8_triton import rows_in_float8
+
+            passes[", Triton"] = {"quantise": rows_in_float8, "hidden": rows_in_float8}
+        for said, own in passes.items():
+            for merged, products in ((True, "one product"), (False, "two products")):
+                calls[f"{DENSE}, {products}{said}"] = functools.partial(Weights.dense, merged=merged, **own)
         calls[BF16_DENSE] = Weights.wide_dense
         checks = []
         for dense, answer in ((Weights.dense, self.right), (Weights.wide_dense, self.original)):

@@ -1,4 +1,10 @@
-"""``python -m profiling.bench generate``: ``generate`` of transformers, stock and after README's ``sparsify``."""
+"""``python -m profiling.bench generate``: ``generate`` of transformers, stock and after README's ``sparsify``.
+
+Time a drawn model of transformers with stock layers and with sparse ones, of the same weights, in bfloat16. "prompt" is
+a forward pass on --prompts sequences of --prompt tokens without a cache. "eager" and "static" make --new tokens, the
+likeliest, for each of some sequences, with the default cache, and with one whose steps transformers compiles and
+replays as CUDA graphs.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,13 +21,6 @@ from twell.commands.timing import Call
 from twell.integrations.transformers import sparsify
 from twell.nn.models import explain
 
-NAME = "profiling.bench generate"
-DESCRIPTION = """\
-Time a drawn model of transformers with stock layers and with sparse ones, of the same weights, in bfloat16. "prompt" is
-a forward pass on --prompts sequences of --prompt tokens without a cache. "eager" and "static" make --new tokens, the
-likeliest, for each of some sequences, with the default cache, and with one whose steps transformers compiles and
-replays as CUDA graphs.
-"""
 CACHES = {"eager": None, "static": "static"}
 OPTIONS = {
     "--model": (models.sizes, "16x2048x5632", "1.5B, large or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]"),
@@ -35,7 +34,6 @@ OPTIONS = {
 }
 SECONDS = 1e-3
 SHOWN = ("what", "sequences", "model", "tokens_per_s", "strategies")
-MODELS = ("stock", "sparse")
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -50,7 +48,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     way = Way("waited", "ms", calls=1, least=given.rounds, warm=1)
 
     def measure(base: Row, tokens: int, call: Callable[[str], Call]) -> Iterator[list[Row]]:
-        variants = [Variant(name, partial(lambda call, _: call, call(name)), 1) for name in MODELS]
+        variants = [Variant(name, partial(lambda call, _: call, call(name)), 1) for name in both]
         rows = bench.timed(base, variants, [way])
         for row in rows:
             row["model"] = row.pop("variant")
@@ -77,6 +75,4 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 def ran(model: Any) -> dict[str, int]:
     """How many rows of ``twell.explain`` have each strategy, by tokens."""
-    return dict(
-        Counter(f"{choice.tokens} {choice.graph}".strip() + f": {choice.strategy}" for choice in explain(model))
-    )
+    return dict(Counter(f"{each.tokens} {each.graph}".strip() + f": {each.strategy}" for each in explain(model)))

@@ -1,4 +1,15 @@
-"""``python -m profiling.bench host``: what eager calls of a layer cost the host, and eager calls of few tokens."""
+"""``python -m profiling.bench host``: what eager calls of a layer cost the host, and eager calls of few tokens.
+
+Time eager calls of a layer as users make them, beside three nn.Linear with ReLU and product. Two parts:
+
+host    what a call costs the host, of few tokens, so that nothing waits for the GPU
+few     at 1 to 1,024 tokens the forward pass of "auto" beside dense, in the layers of `twell tune`: calls in a row
+        ("queued") and calls that are waited for
+
+"forward" needs no gradient; "step" is forward, backward and the gradients set to None again, of the tokens and of all
+weights; "step, one thread" is the same with the backward pass in the calling thread
+(torch.autograd.set_multithreading_enabled(False)). Layers are bfloat16 modules with down weights by rows.
+"""
 
 import functools
 import itertools
@@ -17,19 +28,8 @@ from twell.commands import tune
 from twell.commands.timing import Call
 from twell.nn.layers import SparseFFN, SparseGatedMLP
 from twell.testing import FFN
+from twell.testing.calls import linear
 
-NAME = "profiling.bench host"
-DESCRIPTION = """\
-Time eager calls of a layer as users make them, beside three nn.Linear with ReLU and product. Two parts:
-
-host    what a call costs the host, of few tokens, so that nothing waits for the GPU
-few     at 1 to 1,024 tokens the forward pass of "auto" beside dense, in the layers of `twell tune`: calls in a row
-        ("queued") and calls that are waited for
-
-"forward" needs no gradient; "step" is forward, backward and the gradients set to None again, of the tokens and of all
-weights; "step, one thread" is the same with the backward pass in the calling thread
-(torch.autograd.set_multithreading_enabled(False)). Layers are bfloat16 modules with down weights by rows.
-"""
 FORWARD, STEP, ONE_THREAD = "forward", "step", "step, one thread"
 # The layer of part "host", its pattern, its calls and their tokens.
 HIDDEN, NEURONS, WORKLOAD = testing.PAPER_HIDDEN, testing.PAPER_NEURONS, "topic29"
@@ -52,6 +52,8 @@ SHOWN = (
     "part", "what", "m", "k", "n", "gated", "layer", "chosen", "host_us", "host_over_dense", "queued_ms",
     "queued_over_dense", "waited_ms", "waited_over_dense",
 )  # fmt: skip
+OPTIONS = {"--parts": (tuple(WAYS), list(WAYS), "what to time")}
+SECONDS = 3.0
 
 
 class Dense(nn.Module):
@@ -59,8 +61,9 @@ class Dense(nn.Module):
 
     def __init__(self, like: SparseFFN) -> None:
         super().__init__()
-        self.gate_proj = copied(like.gate_proj) if isinstance(like, SparseGatedMLP) else None
-        self.up_proj, self.down_proj = copied(like.up_proj), copied(like.down_proj)
+        weights: Any = {name.removesuffix(".weight"): weight for name, weight in like.named_parameters()}
+        own = {name: linear(w.clone(memory_format=torch.contiguous_format)) for name, w in weights.items()}
+        self.gate_proj, self.up_proj, self.down_proj = own.get("gate_proj"), own["up_proj"], own["down_proj"]
 
     def forward(self, x: Tensor) -> Any:
         if self.gate_proj is None:
@@ -68,16 +71,7 @@ class Dense(nn.Module):
         return self.down_proj(F.relu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def copied(linear: nn.Linear) -> nn.Linear:
-    """The same with a contiguous weight."""
-    copy = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
-    copy.weight = nn.Parameter(linear.weight.detach().clone(memory_format=torch.contiguous_format))
-    return copy
-
-
 class Function(nn.Module):
-    """The function of a layer on its weights, by a strategy."""
-
     def __init__(self, like: SparseFFN, strategy: Any) -> None:
         super().__init__()
         self.weights = nn.ParameterList([child.weight for child in like.children()])
@@ -89,7 +83,6 @@ class Function(nn.Module):
 
 
 def call_of(what: str, layer: nn.Module, x: Tensor) -> Call:
-    """A call of ``layer`` without gradients, or a training step."""
     if what == FORWARD:
         layer.requires_grad_(False)
         return lambda i: (layer(x),)
@@ -112,24 +105,17 @@ def variants(problem: FFN, what: str, m: int, gated: bool, names: Sequence[str])
     x, like = problem.x[:m], module_of(problem, "dense", gated)
     with torch.no_grad():
         right = Dense(like)(x)
-
     check = agrees(lambda i: (right,), False)
 
     def by(make: Callable[[Any], nn.Module]) -> Callable[[Any], Call]:
         return lambda strategy: call_of(what, make(strategy), x)
 
     yield Variant("dense", by(lambda _: Dense(like)), 1, "", check)
+    function = by(lambda strategy: Function(module_of(problem, "row", gated), strategy))
+    module = by(lambda strategy: module_of(problem, strategy, gated))
     for name in names:
-        if name == "function":
-            yield Variant(
-                name, by(lambda strategy: Function(module_of(problem, "row", gated), strategy)), 1, "auto", check
-            )
-        else:
-            yield Variant(name, by(lambda strategy: module_of(problem, strategy, gated)), 1, name, check)
-
-
-OPTIONS = {"--parts": (tuple(WAYS), list(WAYS), "what to time")}
-SECONDS = 3.0
+        made, requested = (function, "auto") if name == "function" else (module, name)
+        yield Variant(name, made, 1, requested, check)
 
 
 def cases(bench: Bench) -> Iterator[Case]:

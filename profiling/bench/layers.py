@@ -1,8 +1,34 @@
-"""``python -m profiling.bench ffn,decode,train``: one layer by strategies beside dense PyTorch, eager and compiled."""
+"""``python -m profiling.bench ffn,decode,train``: one layer by strategies beside dense PyTorch, eager and compiled.
+
+Time a gated layer in bfloat16 by each of --strategy beside dense PyTorch, eager and compiled, in CUDA graphs and in
+eager calls, many in a row ("queued") or waited for. Only right results have a time: errors against float64 beside those
+of dense PyTorch, and the bits of replays; for layers of others an error that `twell tune` would allow.
+
+ffn             the forward pass of all tokens; all calls share the weights, so small weights stay in L2
+decode          the same on each number of --m-decode, from the middle of the workload, with several copies of the
+                weights in turn, whose gates exceed L2
+train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same
+model, moe, float8, sae, firing, host, adapters, portable, generate, parallel   others, which have a --help of their own
+
+Layers of others are timed beside these if they can be imported: quack's fused ReGLU, and the paper's own code, from a
+checkout of SakanaAI/sparser-faster-llms in PYTHONPATH, which CUDA graphs do not capture.
+
+--workload: a name; nnz=29,skew=1, parameters of which nnz is required; or real:FOLDER, real:FOLDER/3, recorded layers
+(python -m profiling.record), of their own sizes
+
+columns of the table:
+requested, strategy   of --strategy, and what "auto" ran of it in graphs; eager_strategy: what it ran in eager calls
+ms, queued_ms         medians of graphs and of eager calls in a row; waited_ms: of eager calls that are waited for
+speedup_dense         the time of the faster dense layer, faster_dense, over ms; *_speedup: the same of eager calls
+floor_ms              the least time of the products and bytes that the strategy needs, by the GPU's measured rates
+error, worst          in norm and of the worst row, over dense PyTorch's; in training of the furthest gradient
+kept_bytes            that a training step keeps for backward; peak_bytes: the peak of a call
+"""
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -25,32 +51,6 @@ from twell.runtime import geometry
 from twell.testing import FFN, WORKLOADS, Comparison
 from twell.testing.calls import caller, linear
 
-NAME = "profiling.bench"
-DESCRIPTION = f"""\
-Time a gated layer in bfloat16 by each of --strategy beside dense PyTorch, eager and compiled, in CUDA graphs and in
-eager calls, many in a row ("queued") or waited for. Only right results have a time: errors against float64 beside those
-of dense PyTorch, and the bits of replays; for layers of others an error that `twell tune` would allow.
-
-ffn             the forward pass of all tokens; all calls share the weights, so small weights stay in L2
-decode          the same on each number of --m-decode, from the middle of the workload, with several copies of the
-                weights in turn, whose gates exceed L2
-train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same
-model, moe, float8, sae, firing, host, adapters, portable, generate, parallel   others, which have a --help of their own
-
-Layers of others are timed beside these if they can be imported: quack's fused ReGLU, and the paper's own code, from a
-checkout of SakanaAI/sparser-faster-llms in PYTHONPATH, which CUDA graphs do not capture.
-
---workload: {", ".join(WORKLOADS)}, drawn by name; {",".join(f"{key}=" for key in EXPLAINED)}, drawn, of which
-nnz is required; real:FOLDER, real:FOLDER/3, recorded layers (python -m profiling.record), of their own sizes
-
-columns of the table:
-requested, strategy   of --strategy, and what "auto" ran of it in graphs; eager_strategy: what it ran in eager calls
-ms, queued_ms         medians of graphs and of eager calls in a row; waited_ms: of eager calls that are waited for
-speedup_dense         the time of the faster dense layer, faster_dense, over ms; *_speedup: the same of eager calls
-floor_ms              the least time of the products and bytes that the strategy needs, by the GPU's measured rates
-error, worst          in norm and of the worst row, over dense PyTorch's; in training of the furthest gradient
-kept_bytes            that a training step keeps for backward; peak_bytes: the peak of a call
-"""
 # Tokens, hidden size and neurons on a GPU and on a CPU, and tokens of decode.
 SIZES, CPU_SIZES = (16384, testing.PAPER_HIDDEN, testing.PAPER_NEURONS), (512, 256, 1408)
 FEW = (1, 8, 16, 64, 128, 256)
@@ -64,10 +64,7 @@ ITEM, COUNTED, RECORDED = 2, 16384, 4096
 DECODED, CALLS = 512, 32
 
 GRAPH = Way("graph", "ms", "speedup_dense")
-EAGER = (
-    Way("queued", "queued_ms", "queued_speedup", share=0.5),
-    Way("waited", "waited_ms", "waited_speedup", share=0.5),
-)
+EAGER = [Way(how, f"{how}_ms", f"{how}_speedup", share=0.5) for how in ("queued", "waited")]
 SHOWN = (
     "workload", "tokens", "nnz", "variant", "requested", "strategy", "ms", "floor_ms", "speedup_dense",
     "faster_dense", "queued_ms", "queued_speedup", "waited_ms", "waited_speedup", "eager_strategy", "error", "worst",
@@ -76,10 +73,7 @@ SHOWN = (
 
 
 def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True) -> SparseFFN:
-    """The layer as a module, which has the memory of the problem's weights, so the down weight by rows.
-
-    ``strategy``: also a name that only "auto" chooses.
-    """
+    """The layer as a module of the problem's very weights, by any strategy, also by one that only "auto" chooses."""
     of_up = (problem.w_gate, problem.b_gate), (problem.w_up, problem.b_up)
     linears = [linear(*each) for each in (*of_up[: 1 + gated], (problem.w_down.t(), problem.b_down))]
     cls: Any = SparseGatedMLP if gated else SparseMLP
@@ -93,15 +87,13 @@ def module_of(problem: FFN, strategy: Any = "auto", gated: bool = True) -> Spars
     return layer
 
 
-def compiled(mode: str) -> Callable[..., Tensor] | None:
-    """The dense layer through torch.compile; None if the mode is "none"."""
+def compiled(mode: str, dense: Callable[..., Tensor] = testing.dense_output) -> Callable[..., Tensor] | None:
+    """A dense layer through torch.compile; None if the mode is "none"."""
     if mode == "none":
         return None
     # each number of tokens and each size of a recorded layer is compiled separately
     torch._dynamo.config.recompile_limit = 256
-    options: Any = {"fullgraph": True, "dynamic": False, "mode": None if mode == "default" else mode}
-    made: Callable[..., Tensor] = torch.compile(testing.dense_output, **options)
-    return made
+    return torch.compile(dense, fullgraph=True, dynamic=False, mode=None if mode == "default" else mode)
 
 
 class Firing(NamedTuple):
@@ -120,8 +112,6 @@ def firing(active: Tensor) -> Firing:
 
 
 class Layer:
-    """A workload: the problem, and dense functions."""
-
     def __init__(self, problem: FFN, bench: Bench, dense: Callable[..., Tensor] | None) -> None:
         self.problem, self.bench = problem, bench
         self.m, self.k = problem.x.shape
@@ -136,18 +126,11 @@ class Layer:
             self.dense["dense compiled"] = dense
 
     def fires(self, x: Tensor) -> Tensor:
-        """Which neurons these tokens fire."""
         return F.linear(x, self.problem.w_gate, self.problem.b_gate) > 0
 
     def row(self, source: Source, tokens: int, nonzeros: float) -> Row:
-        return {
-            "workload": source.name,
-            "tokens": tokens,
-            "m": self.m,
-            "k": self.k,
-            "n": self.n,
-            "nnz": nonzeros / tokens,
-        }
+        sizes = {"m": self.m, "k": self.k, "n": self.n}
+        return {"workload": source.name, "tokens": tokens, **sizes, "nnz": nonzeros / tokens}
 
     def floor(self, flop: float, moved: float, gathered: float = 0.0) -> float:
         """Milliseconds: the largest of arithmetic, compulsory memory traffic and rows from L2."""
@@ -156,10 +139,7 @@ class Layer:
 
 
 class Forward:
-    """The layer on ``m`` tokens per call: call ``i`` has the i-th of ``x`` and of ``weights``, in turn.
-
-    ``parts`` of ``x`` differ. Of a call ``fires`` are the mean counts.
-    """
+    """Calls with the i-th of ``x``, of which ``parts`` differ, and of ``weights``; ``fires`` are mean counts of one."""
 
     def __init__(
         self, layer: Layer, weights: Sequence[FFN], x: Sequence[Tensor], parts: int, calls: int, fires: Firing
@@ -168,7 +148,6 @@ class Forward:
         self.m = len(x[0])
 
     def variants(self, name: str, strategies: Sequence[str], suffix: str = "") -> Iterator[Variant]:
-        """Dense PyTorch, what others have, and the strategies."""
         calls = {f"{dense}{suffix}": (self.of_dense(function), True) for dense, function in self.layer.dense.items()}
         for other, (make, captured) in others.ALL.items():
             made = [make(p.w_gate, p.w_up, p.w_down, "relu", False) for p in self.weights]
@@ -186,9 +165,7 @@ class Forward:
         return lambda i: (function(weights[i % len(weights)]._replace(x=x[i % len(x)])),)
 
     def in_turn(self, layers: Sequence[Callable[[Tensor], Tensor]]) -> Call:
-        """The i-th layer on the i-th tokens."""
-        x = self.x
-        return lambda i: (layers[i % len(layers)](x[i % len(x)]),)
+        return lambda i: (layers[i % len(layers)](self.x[i % len(self.x)]),)
 
     def of_sparse(self, strategy: Any) -> Call:
         return self.in_turn([module_of(each, strategy) for each in self.weights])
@@ -258,29 +235,24 @@ class Training:
     def __init__(self, layer: Layer) -> None:
         self.layer, self.problem = layer, layer.problem
         self.copies = layer.bench.device.copies_for(ITEM * layer.m * layer.k)
-        self.x, self.dy = (
-            [each, *(each.clone() for _ in range(self.copies - 1))]
-            for each in (self.problem.x, testing.real_upstream(self.problem))
-        )
+        both = self.problem.x, testing.real_upstream(self.problem)
+        self.x, self.dy = ([each, *(each.clone() for _ in range(self.copies - 1))] for each in both)
 
     def variants(self, op: str, strategies: Sequence[str]) -> Iterator[Variant]:
-        """Dense steps, those of others, and the sparse ones."""
         for name, function in self.layer.dense.items():
             yield self.variant(f"{name} {op}", functools.partial(self.of_dense, function))
         p = self.problem
         right = self.step(self.of_dense(self.layer.dense["dense eager"], ""))
+        # of the gradient of x: those of weights may be laid out otherwise
+        check = agrees(lambda i: right(i)[:1], True)
         for name, (make, captured) in others.ALL.items():
-            made = make(p.w_gate, p.w_up, p.w_down, "relu", True) if self.layer.plain else None
-            if made is not None:
-                # of the gradient of x: those of weights may be laid out otherwise
-                check = agrees(lambda i: right(i)[:1], True)
-                variant = self.variant(f"{name} {op}", functools.partial(self.of_other, *made))
+            if self.layer.plain and (made := make(p.w_gate, p.w_up, p.w_down, "relu", True)):
+                variant = self.variant(f"{name} {op}", functools.partial(self.forward, *made))
                 yield dataclasses.replace(variant, captured=captured, check=check)
         for requested in dict.fromkeys("union" if name == "row" else name for name in strategies):
             yield self.variant(op, self.of_sparse, requested)
 
     def step(self, one: Callable[[int], tuple[tuple[Tensor, ...], Tensor]]) -> Call:
-        """The gradients of the leaves of a forward pass."""
 
         def call(i: int) -> tuple[Tensor, ...]:
             leaves, y = one(i % self.copies)
@@ -288,7 +260,9 @@ class Training:
 
         return call
 
-    def of_other(self, call: Callable[[Tensor], Tensor], weights: Sequence[Tensor], strategy: object) -> Any:
+    def forward(self, call: Callable[[Tensor], Tensor], weights: Sequence[Tensor], _: object = None) -> Any:
+        """Leaves and y of a pass on the i-th tokens."""
+
         @torch.enable_grad()
         def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
             x = self.x[i].detach().requires_grad_()
@@ -314,23 +288,13 @@ class Training:
         return Variant(name, by, self.copies, requested, self.check if requested else None, note)
 
     def of_dense(self, function: Callable[[FFN], Tensor], strategy: object) -> Any:
-        @torch.enable_grad()
-        def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
-            leaves = self.problem._replace(x=self.x[i]).map(lambda t: t.detach().requires_grad_())
-            return tuple(leaves.present(gated=True).values()), function(leaves)
-
-        return forward
+        layer = self.problem.map(lambda t: t.detach().requires_grad_())
+        _, *weights = layer.present(gated=True).values()
+        return self.forward(lambda x: function(layer._replace(x=x)), weights)
 
     def of_sparse(self, strategy: Any) -> Any:
         module = module_of(self.problem, strategy)
-        parameters = tuple(module.parameters())
-
-        @torch.enable_grad()
-        def forward(i: int) -> tuple[tuple[Tensor, ...], Tensor]:
-            x = self.x[i].detach().requires_grad_()
-            return (x, *parameters), module(x)
-
-        return forward
+        return self.forward(module, tuple(module.parameters()))
 
     def check(self, strategy: str, call: Call, outputs: tuple[Tensor, ...]) -> Verdict:
         """Check all gradients, without and with that of the sum of |h|, on tokens that no rounding decides."""
@@ -349,14 +313,11 @@ class Training:
 
 
 def note_errors(row: Row, compared: dict[str, Comparison]) -> None:
-    """Put errors into the row; of several tensors those largest relative to dense's."""
+    """Of several tensors those largest relative to dense's."""
     for kind, said in (("frobenius", "error"), ("worst_row", "worst")) if compared else ():
         over = [(ratio(getattr(c.ours, kind), getattr(c.dense, kind)), c) for c in compared.values()]
         row[said], most = max(over, key=lambda each: each[0])
         row |= {kind: getattr(most.ours, kind), f"dense_{kind}": getattr(most.dense, kind)}
-
-
-# The command
 
 
 def words(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -381,7 +342,7 @@ OPTIONS = {
     "-m --tokens": (counts, [], f"numbers of tokens ({SIZES[0]}; {CPU_SIZES[0]} on a CPU)"),
     "-k --hidden": (at_least(8), None, f"hidden size ({SIZES[1]}; {CPU_SIZES[1]})"),
     "-n --neurons": (at_least(8), None, f"neurons ({SIZES[2]}; {CPU_SIZES[2]})"),
-    "--workload": (str, [], "workloads (all by name)"),
+    "--workload": (str, [], f"{', '.join(WORKLOADS)} (all), {'=, '.join(EXPLAINED)}= or real: see above"),
     "--strategy": (words(STRATEGIES), [["auto"]], f"{', '.join(STRATEGIES)}"),
     "--m-decode": (counts, [], f"tokens of decode, whose -m is the same ({','.join(map(str, FEW))})"),
     "--compile": (COMPILE, None, "torch.compile's mode for the dense layer (default; none on a CPU)"),
@@ -391,18 +352,14 @@ OPTIONS = {
 SECONDS = 3.0
 
 
-def flat(lists: Sequence[Sequence[Any]]) -> list[Any]:
-    """All items, each once."""
-    return list(dict.fromkeys(item for each in lists for item in each))
-
-
 def cases(bench: Bench) -> Iterator[Case]:
-    """A case for each workload and number of tokens."""
     given = bench.arguments
     on_cpu, sources = bench.device.torch_device.type == "cpu", parse(given.workload)
     sizes = CPU_SIZES if on_cpu else SIZES
     k, n = given.hidden or sizes[1], given.neurons or sizes[2]
-    tokens, decoded, ops, strategies = map(flat, (given.tokens, given.m_decode, given.ops, given.strategy))
+    # of lists of lists all items, each once
+    several = given.tokens, given.m_decode, given.ops, given.strategy
+    tokens, decoded, ops, strategies = (list(dict.fromkeys(itertools.chain(*each))) for each in several)
     if ops == ["decode"] and not decoded:
         tokens, decoded = [], tokens
     tokens = tokens or [sizes[0]]
@@ -425,10 +382,9 @@ def cases(bench: Bench) -> Iterator[Case]:
         if "ffn" in ops:
             copies = bench.device.copies_for(ITEM * layer.m * layer.k)
             x = [problem.x, *(problem.x.clone() for _ in range(copies - 1))]
-            yield bench.timed(
-                base, Forward(layer, [problem], x, 1, copies, layer.firing).variants("ffn", strategies), ways
-            )
-            del x
+            forward = Forward(layer, [problem], x, 1, copies, layer.firing)
+            yield bench.timed(base, forward.variants("ffn", strategies), ways)
+            del forward, x
         if "train" in ops:
             yield bench.timed(base, Training(layer).variants("train", strategies), ways)
         for few, forward in few_tokens(layer, decoded) if "decode" in ops else ():

@@ -1,36 +1,32 @@
 """``python -m profiling.bench model``: models of the paper's configurations, or of other sizes, with random weights.
 
-All variants share one set of weights and compute the same function, with ReLU; "compiled" is torch.compile of each
-decoder layer. Dense is twell's own strategy "dense": cuBLAS products and, in eager mode, one kernel for
-``relu(gate) * up``, so it is never slower than the stock layer. Sparse is "auto"; eager calls settle it before timing
-and compiling.
+Time a whole model with sparse feed-forward layers beside the same model with dense ones, in eager mode and through
+torch.compile of each decoder layer, in turn. Variants share one set of weights. Dense is twell's strategy "dense",
+which is never slower than the stock layer, sparse is "auto", which eager calls settle. Only right results have a time:
+outputs, or the gradients of all weights, are compared with those in fp32, and an error of more than 1.1 times that of
+dense eager is red. With few tokens more is allowed: 1.14 times for 8,192 tokens, 1.39 for 128.
+
+--config  0.5B, 1B, 1.5B, 2B: sizes of the paper, with random weights. Thresholds give each layer non-zeros around the
+          paper's mean: 39, 34 (interpolated), 29 and 24. LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]] is any other
+forward   the decoder without its LM head on --batch sequences of --sequence tokens, bf16, as in the paper
+logits    the same with the LM head
+train     an optimizer step on --accumulate passes of --micro-batch sequences: forward, cross-entropy plus 2e-5 times
+          L1, backward, in bf16 autocast over fp32 weights, and AdamW of rate 0, which keeps the sparsity
 """
 
 import argparse
 import copy
 import functools
-import gc
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from profiling.bench.models_random import (
-    PAPER,
-    LlamaSizes,
-    Pattern,
-    build,
-    cast,
-    draw,
-    draw_ids,
-    paper_nnz,
-    parse_sizes,
-)
+from profiling.bench import models_random as drawn
+from profiling.bench.models_random import PAPER, LlamaSizes, Pattern
 from profiling.harness import SETTLING, Bench, Case, Row, Settled, Variant, Verdict, Way, ratio
 from twell import recipe, testing
 from twell.commands.request import RequestError, at_least, number_above, number_from
@@ -42,39 +38,20 @@ from twell.nn.models import set_down_layout
 from twell.recipe._tracker import strategy_of
 from twell.testing import Errors
 
-NAME = "profiling.bench model"
-DESCRIPTION = """\
-Time a whole model with sparse feed-forward layers beside the same model with dense ones, in eager mode and through
-torch.compile of each decoder layer, in turn. Only right results have a time: outputs, or the gradients of all weights,
-are compared with those in fp32, and an error of more than 1.1 times that of dense eager is red. With few tokens more is
-allowed: 1.14 times for 8,192 tokens, 1.39 for 128.
-
---config  0.5B, 1B, 1.5B, 2B: sizes of the paper, with random weights. Thresholds give each layer non-zeros around the
-          paper's mean: 39, 34 (interpolated), 29 and 24. LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]] is any other
-forward   the decoder without its LM head on --batch sequences of --sequence tokens, bf16, as in the paper
-logits    the same with the LM head
-train     an optimizer step on --accumulate passes of --micro-batch sequences: forward, cross-entropy plus 2e-5 times
-          L1, backward, in bf16 autocast over fp32 weights, and AdamW of rate 0, which keeps the sparsity
-"""
 OPS = ("forward", "logits", "train")
-BACKENDS = ("inductor", "eager", "none")
 KINDS = ("dense eager", "dense compiled", "sparse eager", "sparse compiled")
 # Largest errors against fp32 over those of dense eager: of the whole, and of the worst token or weight. The latter
 # finds faults in one place, as large as the values themselves; in trained models it varies. Both are for many tokens;
 # with few, chance widens them: see ``testing.allowance``.
 TOLERANCE, WORST_TOLERANCE = 1.1, 3.0
-L1 = 2e-5
-# Sequences whose outputs are compared, and those for the layers' sparsity.
-CHECKED, ANALYZED = 2, 16
-ENERGY_S = 4.0
+# Sequences whose outputs are compared, those for the layers' sparsity, and seconds of calls for their energy.
+CHECKED, ANALYZED, ENERGY_S = 2, 16, 4.0
 SHOWN = (
     "config", "op", "variant", "tokens", "micro_batch", "ms", "p10_ms", "p90_ms", "tokens_per_ms", "speedup",
     "mj_per_token", "peak_bytes", "peak_total_bytes", "frobenius", "error", "worst", "strategies",
 )  # fmt: skip
-
-
 OPTIONS = {
-    "--config": (parse_sizes, [], f"{', '.join(PAPER)} or sizes: see above"),
+    "--config": (drawn.parse_sizes, [], f"{', '.join(PAPER)} or sizes: see above"),
     "--nnz": (number_above(0), None, "mean non-zeros per token of each --config (the paper's)"),
     "--topic": (number_from(0, 1), None, "correlation of a document's tokens; 0 is hardest (0.5)"),
     "--ops": (OPS, list(OPS), "operations"),
@@ -82,7 +59,7 @@ OPTIONS = {
     "--sequence": (at_least(2), 2048, "tokens of a sequence"),
     "--micro-batch": (at_least(1), 8, "sequences of a training pass"),
     "--accumulate": (at_least(1), 2, "passes of a training step"),
-    "--compile": (BACKENDS, None, "backend of torch.compile (inductor; none on a CPU)"),
+    "--compile": (("inductor", "eager", "none"), None, "backend of torch.compile (inductor; none on a CPU)"),
     "--rounds": (at_least(1), 5, "timed calls of each variant"),
     "--energy": (bool, False, "energy of the whole board per token, by NVML: each variant alone"),
 }
@@ -90,30 +67,33 @@ SECONDS = 1e-3
 
 
 class Subject:
-    """A model and its tokens [sequences, tokens]. ``pattern``: for which weights were drawn."""
+    """A model with random weights, its tokens [sequences, tokens], and facts of it for files."""
 
-    def __init__(self, name: str, model: Any, ids: Tensor, pattern: str) -> None:
-        self.name, self.ids, self.pattern, self._model = name, ids, pattern, model
-        self.config: Any = model.config
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.device: torch.device = next(model.parameters()).device
-        ids = ids[:: max(len(ids) // ANALYZED, 1)][:ANALYZED].cpu()
+    def __init__(self, arguments: argparse.Namespace, needed: int, shape: LlamaSizes, device: torch.device) -> None:
+        topic = Pattern.topic if arguments.topic is None else arguments.topic
+        pattern = Pattern(arguments.nnz or drawn.paper_nnz(shape), topic=topic)
+        self.ids = drawn.draw_ids(shape, needed, arguments.sequence, topic)
+        try:
+            self._model = drawn.build(shape, arguments.sequence, device)
+        except ValueError as error:
+            raise RequestError(f"--config {shape.name}: {error}") from None
+        drawn.draw(self._model, self.ids, pattern)
+        ids = self.ids[:: max(needed // ANALYZED, 1)][:ANALYZED].cpu()
         narrow = self.cast(torch.bfloat16)
         counted, _ = report.count(narrow, torch.split(ids, 4), found(narrow)[0], run=narrow.base_model)
-        self.non_zeros = [each.mean for each in counted]
-        self.unions = [math.nan if each.union is None else each.union for each in counted]
-        self.candidates = [each.candidates for each in counted]
+        self.facts: dict[str, Any] = {
+            "config": shape.name,
+            "layers": len(counted),
+            "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
+            "pattern": str(pattern),
+            "non_zeros": [each.mean for each in counted],
+            "unions": [each.union for each in counted],
+            "candidates": [each.candidates for each in counted],
+        }
 
     def cast(self, dtype: torch.dtype, copied: bool = False) -> Any:
         """The model in a dtype, or a copy of it."""
-        model = copy.deepcopy(self._model) if copied else self._model
-        cast(model, dtype)
-        return model
-
-    def facts(self) -> dict[str, Any]:
-        """The model's facts, for files."""
-        names = ("parameters", "pattern", "non_zeros", "unions", "candidates")
-        return {"config": self.name, "layers": len(self.non_zeros), **{name: getattr(self, name) for name in names}}
+        return drawn.cast(copy.deepcopy(self._model) if copied else self._model, dtype)
 
 
 class Operation:
@@ -121,30 +101,27 @@ class Operation:
 
     def __init__(self, subject: Subject, op: str, bench: Bench) -> None:
         self.subject, self.op, self.bench, self.training = subject, op, bench, op == "train"
-        given = bench.given
+        given, device = bench.given, bench.device.torch_device
         sequences = given["micro_batch"] * given["accumulate"] if self.training else given["batch"]
-        self.batches = [ids.to(subject.device) for ids in subject.ids[: 2 * sequences].split(sequences)]
+        self.batches = [ids.to(device) for ids in subject.ids[: 2 * sequences].split(sequences)]
         self.micro_batch = given["micro_batch"] if self.training else sequences
         self.checked = self.batches[0][: self.micro_batch if self.training else min(CHECKED, sequences)]
         self.truth = self.results(subject.cast(torch.float32, copied=not self.training), None, self.checked, 1)
-        free(subject.device)
+        bench.device.free()
         self.model = subject.cast(torch.float32 if self.training else torch.bfloat16)
         self.optimizer: Any = None
         if self.training:
-            fused = subject.device.type == "cuda"
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.0, weight_decay=0.0, fused=fused)
+            parameters, fused = self.model.parameters(), device.type == "cuda"
+            self.optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, fused=fused)
         self.first: list[Errors] = []
         # sites of the layers that chose in eager calls, by those that are compiled
         self.sites: dict[str, Any] = {}
 
     def base(self) -> Row:
-        """What all rows share."""
-        subject, tokens = self.subject, self.batches[0].numel()
-        base = {"op": self.op, "config": subject.name, "tokens": tokens, "micro_batch": self.micro_batch}
-        return base | {"pattern": subject.pattern, "non_zeros": subject.non_zeros, "unions": subject.unions}
+        base = {"op": self.op, "tokens": self.batches[0].numel(), "micro_batch": self.micro_batch}
+        return base | {name: self.subject.facts[name] for name in ("config", "pattern", "non_zeros", "unions")}
 
     def variants(self) -> Iterator[Variant]:
-        """Dense and sparse, eager and compiled."""
         backend = self.bench.given["compile"]
         for kind in KINDS:
             if backend != "none" or kind.endswith("eager"):
@@ -172,10 +149,7 @@ class Operation:
             self.sites = {name: layer._auto for name, layer in layers.items()}
             model.zero_grad()
         if kind.endswith("compiled"):
-            # each size separately: code for any size is slower
-            torch._dynamo.config.recompile_limit = 256
-            for block in model.get_decoder().layers:
-                block.compile(backend=self.bench.given["compile"], dynamic=False)
+            drawn.compile_layers(model, self.bench.given["compile"])
 
         def call(i: int) -> tuple[Tensor, ...]:
             for part in torch.split(self.batches[i % 2], self.micro_batch):
@@ -198,9 +172,7 @@ class Operation:
         with torch.enable_grad():
             with torch.autocast(tokens.device.type, dtype, enabled=dtype is not None):
                 logits = model.lm_head(model.get_decoder()(input_ids=tokens, use_cache=False).last_hidden_state)
-            # the last token of a sequence has none to predict
-            labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + L1 * recipe.l1_term(model)
+            loss = drawn.loss_of(model, logits, tokens)
             loss.backward()
         return loss.detach()
 
@@ -237,7 +209,6 @@ class Operation:
         return {}, ""
 
     def note(self, row: Row, settled: Settled, _: object) -> None:
-        """Put errors, strategies, memory and energy into the row."""
         model, device = settled.call.model, self.bench.device  # type: ignore[attr-defined]
         row |= self.found
         kind = "training" if self.training else "inference"
@@ -250,17 +221,14 @@ class Operation:
         if row["peak_bytes"] is not None:
             states = self.optimizer.state.values() if self.training else ()
             held = [*model.parameters(), *model.buffers(), *(t for state in states for t in state.values())]
-            tensors = {id(t): t for t in held if isinstance(t, Tensor)}
-            row["peak_total_bytes"] = row["peak_bytes"] + sum(t.numel() * t.element_size() for t in tensors.values())
+            tensors = {id(t): t.nbytes for t in held if isinstance(t, Tensor)}
+            row["peak_total_bytes"] = row["peak_bytes"] + sum(tensors.values())
         if self.bench.given["energy"]:
             row["mj_per_token"] = 1e3 * device.joules(settled.call, ENERGY_S) / row["tokens"]
 
 
 def errors_of(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Errors]:
-    """Errors of outputs, or of the gradients of matrices.
-
-    Vectors are left out: a few elements hold most of the gradient of a norm's weight, so its error says little.
-    """
+    """Errors of outputs, or of the gradients of matrices: of a norm's weight few elements hold most of the gradient."""
     pairs = ((a, b) for a, b in zip(ours, exact, strict=True) if b.dim() > 1)
     return [testing.errors(a.flatten(0, -2), b.flatten(0, -2).double()) for a, b in pairs]
 
@@ -268,30 +236,7 @@ def errors_of(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> list[Errors]:
 def geometric_mean(errors: Sequence[Errors]) -> float:
     """Of errors in norm: all weights count the same, whatever the size of their gradients."""
     # an exact gradient counts as nearly exact
-    return math.exp(statistics.fmean(math.log(max(each.frobenius, 1e-9)) for each in errors))
-
-
-def free(device: torch.device) -> None:
-    """Free unused memory: modules and their hooks may refer to each other."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-# The command
-
-
-def drawn(arguments: argparse.Namespace, needed: int, shape: LlamaSizes, device: torch.device) -> Subject:
-    """A model with random weights, and its tokens."""
-    topic = Pattern.topic if arguments.topic is None else arguments.topic
-    pattern = Pattern(arguments.nnz or paper_nnz(shape), topic=topic)
-    ids = draw_ids(shape, needed, arguments.sequence, topic)
-    try:
-        model = build(shape, arguments.sequence, device)
-    except ValueError as error:
-        raise RequestError(f"--config {shape.name}: {error}") from None
-    draw(model, ids, pattern)
-    return Subject(shape.name, model, ids, str(pattern))
+    return statistics.geometric_mean(max(each.frobenius, 1e-9) for each in errors)
 
 
 def cases(bench: Bench) -> Iterator[Case]:
@@ -303,8 +248,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     step = arguments.micro_batch * arguments.accumulate
     # two batches of each operation, so that no two successive calls are the same
     needed = 2 * max(step if op == "train" else arguments.batch for op in arguments.ops)
-    models: list[dict[str, Any]] = []
-    bench.facts["models"] = models
+    models = bench.facts["models"] = list[dict[str, Any]]()
     bench.given |= {"compile": arguments.compile or ("none" if device.type == "cpu" else "inductor")}
     bench.given["config"] = [shape.name for shape in arguments.config]
     way = Way("queued", "ms", "speedup", calls=2, least=-(-arguments.rounds // 2), warm=1)
@@ -317,17 +261,17 @@ def cases(bench: Bench) -> Iterator[Case]:
                 row["tokens_per_ms"] = row["ms"] and row["tokens"] / row["ms"]
             yield rows
         finally:
-            free(device)
+            bench.device.free()
 
     for shape in arguments.config:
         name = shape.name
         bench.step(f"{name}: weights and tokens")
-        subject = drawn(arguments, needed, shape, device)
-        models.append(subject.facts())
+        subject = Subject(arguments, needed, shape, device)
+        models.append(subject.facts)
         # train comes last: it casts the weights
         for op in (op for op in OPS if op in arguments.ops):
             yield {"op": op, "config": name, "variant": "any"}, functools.partial(measure, subject, op)
-        counts = ", ".join(f"{value:.3g}" for value in subject.non_zeros)
-        bench.step(f"{name}: {subject.parameters:,} parameters; non-zeros per token by layer: {counts}")
+        counts = ", ".join(f"{value:.3g}" for value in subject.facts["non_zeros"])
+        bench.step(f"{name}: {subject.facts['parameters']:,} parameters; non-zeros per token by layer: {counts}")
         del subject
-        free(device)
+        bench.device.free()

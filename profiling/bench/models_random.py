@@ -1,13 +1,12 @@
 """Models of the paper's sizes with random weights and the sparsity of trained ones, and tokens for them.
 
-In a trained model some neurons fire often and others never, some tokens fire many neurons, neighbouring tokens fire the
-same ones, and layers differ. Random weights have none of that, so all of it is drawn, as in
+Random weights do not fire as trained ones do, so how neurons, tokens and layers differ is drawn, as in
 ``twell.testing.WORKLOADS``:
 
 - Only the embedding writes the first two features of the hidden state: a constant, which a column of each gate weight
   turns into a neuron's readiness to fire, and a token's own readiness. So the layers have no bias and no more
   parameters than the paper's, and dense and sparse layers compute the same function.
-- ``skew`` spreads the readiness of neurons, the share ``dead`` never fires, and the common threshold is found by
+- ``SKEW`` spreads the readiness of neurons, the share ``DEAD`` never fires, and the common threshold is found by
   bisection, layer by layer, on the layer's inputs, for the wanted number of non-zeros per token.
 - Documents of 512 tokens draw their ids from a part of the vocabulary, whose embeddings share a component: ``topic`` is
   the correlation of two of them. Within it ids follow Zipf's law.
@@ -21,6 +20,7 @@ same ones, and layers differ. Random weights have none of that, so all of it is 
 import argparse
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from twell import testing
+from twell import recipe, testing
 from twell.commands.request import RequestError
 from twell.integrations.analyze.layers import found, observe
 from twell.testing.workloads import bisected
@@ -52,53 +52,46 @@ PAPER = {name: LlamaSizes(name, *sizes) for name, sizes in testing.PAPER_MODELS.
 
 @dataclass(frozen=True)
 class Pattern:
-    """The pattern of activation of a model.
-
-    nnz: mean non-zeros per token over all layers. skew: standard deviation of the neurons' readiness, as a multiple of
-    that of their sums over tokens. tokens: the same for tokens. dead: share of neurons that never fire. topic:
-    correlation of the embeddings of two tokens of a document.
-    """
+    """Mean non-zeros per token over all layers, and correlation of the embeddings of two tokens of a document."""
 
     nnz: float
-    skew: float = 1.0
-    tokens: float = 0.5
-    dead: float = 0.3
     topic: float = 0.5
 
     def __str__(self) -> str:
-        return f"{self.nnz:g} non-zeros wanted, skew {self.skew:g}, dead {self.dead:g}, topic {self.topic:g}"
+        return f"{self.nnz:g} non-zeros wanted, skew {SKEW:g}, dead {DEAD:g}, topic {self.topic:g}"
 
 
+# Standard deviations of the readiness of neurons, as a multiple of that of their sums over tokens, and of tokens; share
+# of neurons that never fire.
+SKEW, TOKENS, DEAD = 1.0, 0.5, 0.3
 # Parts of the vocabulary, one per topic, and tokens of a document.
-TOPICS = 64
-DOCUMENT = 512
-
+TOPICS, DOCUMENT = 64, 512
 # Sequences for finding thresholds.
 CALIBRATION = 16
-
+# Coefficient of the L1 term.
+L1 = 2e-5
 _CONSTANT = 4.0
 # A dead neuron is this many standard deviations below its threshold.
-_DEAD = 50.0
+_BELOW = 50.0
 # Tokens for the scale of a layer's output.
 _SCALED_BY = 1024
 # The largest logit is about this, so that its rounding does not decide the loss.
 _LOGIT = 4.0
 
 
-def parse_sizes(text: str) -> LlamaSizes:
-    """An argparse type: a model of the paper, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]."""
-    if text in PAPER:
-        return PAPER[text]
-    if re.fullmatch(r"\d+(x\d+){2,4}", text):
-        layers, hidden, neurons, *rest = map(int, text.split("x"))
-        heads = rest[0] if rest else max(hidden // 64, 1)
-        shape = LlamaSizes(text, layers, hidden, neurons, heads, *rest[1:])
-        if min(layers, hidden, neurons, heads, shape.vocab) > 0 and hidden % (2 * heads) == 0:
-            return shape
+def parse_sizes(text: str, known: Mapping[str, LlamaSizes] = PAPER) -> LlamaSizes:
+    """An argparse type: a model that is known, those of the paper, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]."""
+    if text in known:
+        return known[text]
+    if not re.fullmatch(r"\d+(x\d+){2,4}", text):
+        said = f"expected {', '.join(known)} or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], got {text!r}"
+        raise argparse.ArgumentTypeError(said)
+    layers, hidden, neurons, *rest = map(int, text.split("x"))
+    heads = rest[0] if rest else max(hidden // 64, 1)
+    shape = LlamaSizes(text, layers, hidden, neurons, heads, *rest[1:])
+    if min(layers, hidden, neurons, heads, shape.vocab) < 1 or hidden % (2 * heads):
         raise argparse.ArgumentTypeError(f"expected sizes above 0 and an even size of each head, got {text}")
-    raise argparse.ArgumentTypeError(
-        f"expected {', '.join(PAPER)} or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], got {text!r}"
-    )
+    return shape
 
 
 def paper_nnz(shape: LlamaSizes) -> float:
@@ -142,8 +135,7 @@ def build(shape: LlamaSizes, sequence: int, device: torch.device | str) -> Any:
     )
     with torch.device(device):
         model = sparsify(LlamaForCausalLM(config), strategy="dense")
-    cast(model, torch.bfloat16)
-    return model.eval()
+    return cast(model, torch.bfloat16).eval()
 
 
 @torch.no_grad()
@@ -155,11 +147,10 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
     watched, _ = found(model)
     neurons = model.config.intermediate_size
     wanted = profile(len(watched), pattern.nnz)
-    if max(wanted) >= (1 - pattern.dead) * neurons:
-        raise RequestError(
-            f"--nnz: expected fewer than {(1 - pattern.dead) * neurons:.0f}, the neurons that are not dead, got "
-            f"{max(wanted):.0f} in the most active layer for a mean of {pattern.nnz:g}"
-        )
+    if max(wanted) >= (1 - DEAD) * neurons:
+        said = f"expected fewer than {(1 - DEAD) * neurons:.0f}, the neurons that are not dead"
+        got = f"{max(wanted):.0f} in the most active layer for a mean of {pattern.nnz:g}"
+        raise RequestError(f"--nnz: {said}, got {got}")
     weight = model.get_input_embeddings().weight
     generator = torch.Generator(weight.device).manual_seed(seed)
 
@@ -168,8 +159,12 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
 
     # each sublayer adds this much to a hidden state of size 1: half of its variance in the end
     share = 1 / math.sqrt(2 * len(watched))
-    _draw_embedding(weight, pattern, normal)
-    hidden = weight.shape[1]
+    vocab, hidden = weight.shape
+    topics = _topics(vocab, pattern.topic)
+    parts = torch.arange(vocab, device=weight.device) // (vocab // topics)
+    shared = normal(topics + 1, hidden)[parts]
+    weight.copy_(math.sqrt(pattern.topic) * shared + math.sqrt(1 - pattern.topic) * normal(vocab, hidden))
+    weight[:, 0], weight[:, 1] = _CONSTANT, TOKENS * normal(vocab)
     model.get_decoder().norm.weight.fill_(_LOGIT / hidden)
     for block in model.get_decoder().layers:
         attention, mlp = block.self_attn, block.mlp
@@ -184,7 +179,7 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
         # before the layer runs, since the next layer's input depends on it
         mlp: Any = watched[i].module
         fate = torch.rand(neurons, generator=generator, device=x.device)
-        _set_gate(mlp.gate_proj.weight, x, wanted[i], pattern, normal(neurons), fate)
+        _set_gate(mlp.gate_proj.weight, x, wanted[i], normal(neurons), fate)
         few = x[:_SCALED_BY]
         y = F.linear(F.relu(mlp.gate_proj(few)) * mlp.up_proj(few), mlp.down_proj.weight)
         mlp.down_proj.weight.mul_(share / y.float().square().mean().sqrt().clamp_min(1e-3))
@@ -194,33 +189,22 @@ def draw(model: Any, ids: Tensor, pattern: Pattern, seed: int = 0) -> list[float
     return wanted
 
 
-def _draw_embedding(weight: Tensor, pattern: Pattern, normal: Any) -> None:
-    vocab, hidden = weight.shape
-    topics = _topics(vocab, pattern.topic)
-    parts = torch.arange(vocab, device=weight.device) // (vocab // topics)
-    shared = normal(topics + 1, hidden)[parts]
-    embedding = math.sqrt(pattern.topic) * shared + math.sqrt(1 - pattern.topic) * normal(vocab, hidden)
-    embedding[:, 0], embedding[:, 1] = _CONSTANT, pattern.tokens * normal(vocab)
-    weight.copy_(embedding)
-
-
-def _set_gate(weight: Tensor, x: Tensor, nnz: float, pattern: Pattern, drawn: Tensor, fate: Tensor) -> None:
+def _set_gate(weight: Tensor, x: Tensor, nnz: float, drawn: Tensor, fate: Tensor) -> None:
     """Set the two columns of the gate so that a token of x [tokens, K] fires ``nnz`` neurons on average."""
     weight[:, :2] = 0
     sums = F.linear(x, weight).float()
-    sigma = float(sums.std())
-    constant = x[:, :1].float()
+    sigma, constant = float(sums.std()), x[:, :1].float()
     mean = float(constant.mean())
     # the norm before the layer divides both features alike
     weight[:, 1] = sigma * _CONSTANT / mean
     sums += x[:, 1:2].float() * weight[:, 1].float()
     # a neuron fires if sum + constant * column > 0, so if the sum over the constant exceeds its own threshold
-    readiness = pattern.skew * sigma * drawn
-    dead = fate < pattern.dead
+    readiness = SKEW * sigma * drawn
+    dead = fate < DEAD
     sums.div_(constant / mean).add_(readiness)
     sums[:, dead] = -math.inf
     threshold = bisected(sums, nnz, 20 * sigma)
-    readiness = torch.where(dead, torch.full_like(readiness, -_DEAD * sigma), readiness - threshold)
+    readiness = torch.where(dead, torch.full_like(readiness, -_BELOW * sigma), readiness - threshold)
     weight[:, 0] = readiness / mean
 
 
@@ -230,17 +214,32 @@ def _topics(vocab: int, topic: float) -> int:
 
 def draw_ids(shape: LlamaSizes, sequences: int, length: int, topic: float, seed: int = 0) -> Tensor:
     """Token ids int64 [sequences, length]: by Zipf's law, each document from its topic's part of the vocabulary."""
-    size = shape.vocab // _topics(shape.vocab, topic)
+    topics = _topics(shape.vocab, topic)
+    size = shape.vocab // topics
     generator = torch.Generator().manual_seed(seed)
     frequency = 1 / torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
     ranks = torch.multinomial(frequency, sequences * length, replacement=True, generator=generator)
-    topics = _topics(shape.vocab, topic)
     drawn = torch.randint(topics, (sequences, math.ceil(length / DOCUMENT)), generator=generator, device="cpu")
     documents = drawn.repeat_interleave(DOCUMENT, 1)[:, :length]
-    return ranks.view(sequences, length) + documents * (shape.vocab // topics)
+    return ranks.view(sequences, length) + documents * size
 
 
-def cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the parameters in place. Buffers stay: rotary embeddings must not have rounded frequencies."""
+def loss_of(model: nn.Module, logits: Tensor, ids: Tensor) -> Tensor:
+    """Cross-entropy and the L1 term of a pass in training."""
+    # the last token of a sequence has none to predict
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + L1 * recipe.l1_term(model)
+
+
+def compile_layers(model: Any, backend: str = "inductor") -> None:
+    """Let torch.compile compile each decoder layer, and each size separately: code for any size is slower."""
+    torch._dynamo.config.recompile_limit = 256
+    for layer in model.get_decoder().layers:
+        layer.compile(backend=backend, dynamic=False)
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """The model, its parameters cast in place. Buffers stay: rotary embeddings must not have rounded frequencies."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    return model

@@ -1,4 +1,13 @@
-"""``python -m profiling.bench moe``: a layer of routed experts beside grouped products of PyTorch."""
+"""``python -m profiling.bench moe``: a layer of routed experts beside grouped products of PyTorch.
+
+Time a layer of routed experts at some numbers of sequences that decode, one token each: twell.sparse_experts by
+"row", "dense" and "auto", and torch's grouped products. Routes and zeros are drawn, at the share that fires. Each call
+of a graph has other tokens and other routes, and the weights exceed L2. A right result is as close to float64 as dense
+products are. With e4m3 weights the float64 answer is of what these stand for.
+
+us is the median of CUDA graphs, over_grouped the time of grouped products over it, and over_copy that of two or three
+dense products that read each weight that is touched once, at the rate of a copy. floor_us is to read what must be.
+"""
 
 import argparse
 import functools
@@ -11,31 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import twell
-from profiling.harness import Bench, Case, Row, Settled, Variant, Verdict, Way, ratio, verdict
+from profiling.harness import Bench, Case, Row, Settled, Variant, Way, near, ratio
 from twell import testing
 from twell.base.activation import activation_of
 from twell.commands.request import at_least, number_from
 from twell.commands.timing import Call
 from twell.ops import float8
 from twell.ops.float8 import Float8
-from twell.testing import Comparison, Errors
+from twell.testing import Comparison
 from twell.testing.experts import FIRING, Mixture, dense_experts, draw_experts, float64_experts, hidden_of
-
-NAME = "profiling.bench moe"
-DESCRIPTION = """\
-Time a layer of routed experts at some numbers of sequences that decode, one token each: twell.sparse_experts by
-"row", "dense" and "auto", and torch's grouped products. Routes and zeros are drawn, at the share that fires. Each call
-of a graph has other tokens and other routes, and the weights exceed L2. A right result is as close to float64 as dense
-products are. With e4m3 weights the float64 answer is of what these stand for.
-
-us is the median of CUDA graphs, over_grouped the time of grouped products over it, and over_copy that of two or three
-dense products that read each weight that is touched once, at the rate of a copy. floor_us is to read what must be.
-"""
 
 
 class Shape(NamedTuple):
-    """K, N, experts, and experts of a token."""
-
     k: int
     n: int
     experts: int
@@ -51,15 +47,11 @@ SHAPES = {
 # Calls of a recording, each with routes of its own.
 CALLS = 16
 GROUPED = "grouped products"
-
-
 GRAPH = Way("graph", "us", "over_grouped", 1e3)
 SHOWN = (
     "shape", "variant", "sequences", "firing", "skew", "touched", "us", "over_grouped", "over_copy", "floor_us",
     "error",
 )  # fmt: skip
-
-
 OPTIONS = {
     "--shapes": (tuple(SHAPES), ["nano"], "sizes of layers"),
     "--sequences": (at_least(1), [1, 8, 32, 64, 128, 256, 1024], "that decode"),
@@ -73,30 +65,25 @@ OPTIONS = {
 SECONDS = 1.0
 
 
-class Layer:
-    """A layer of one shape, and draws of its tokens and routes."""
+def firing(problem: Mixture) -> Iterator[Tensor]:
+    """Of each expert that has tokens: which neurons these fire."""
+    return (hidden_of(problem, e)[1] for e in problem.expert_ids.unique().tolist())
 
-    def __init__(self, arguments: argparse.Namespace, shape: Shape, firing: float, skew: float, device: Any) -> None:
+
+class Layer:
+    def __init__(self, arguments: argparse.Namespace, shape: Shape, share: float, skew: float, device: Any) -> None:
         self.arguments, self.shape, self.skew = arguments, shape, skew
         self.form = activation_of(arguments.activation, 0, arguments.gated)
-        self.draw = functools.partial(
-            draw_experts, k=shape.k, n=shape.n, experts=shape.experts, top=shape.top, firing=firing, skew=skew,
-            gated=arguments.gated, device=device,
-        )  # fmt: skip
-        self.base = self.draw(1)
+        # k, n, experts, top
+        self.base = draw_experts(1, *shape, firing=share, skew=skew, gated=arguments.gated, device=device)
         self.products = 3 if arguments.gated else 2
         self.weight_bytes = 2 * shape.k * shape.n
 
     def problems(self, sequences: int) -> list[Mixture]:
         """Tokens and routes for each call, with the weights of one layer."""
-        found = []
-        for seed in range(CALLS):
-            small = draw_experts(
-                sequences, self.shape.k, 8, self.shape.experts, self.shape.top, skew=self.skew, seed=seed + 1,
-                device=self.base.x.device,
-            )  # fmt: skip
-            found.append(self.base._replace(x=small.x, expert_ids=small.expert_ids, weights=small.weights))
-        return found
+        shape, on = self.shape._replace(n=8), self.base.x.device
+        drawn = [draw_experts(sequences, *shape, skew=self.skew, seed=seed + 1, device=on) for seed in range(CALLS)]
+        return [self.base._replace(x=each.x, expert_ids=each.expert_ids, weights=each.weights) for each in drawn]
 
     @functools.cached_property
     def quantised(self) -> dict[str, Float8]:
@@ -137,15 +124,11 @@ class Layer:
 
         return run
 
-    def fired_bytes(self, problem: Mixture) -> float:
-        """Bytes of the rows behind the gate of neurons that any token fires."""
-        rows = sum(int(hidden_of(problem, e)[1].any(0).sum()) for e in problem.expert_ids.unique().tolist())
-        return rows * 2.0 * self.shape.k * (self.products - 1)
-
     def variants(self, problems: Sequence[Mixture], bench: Bench, touched: float) -> Iterator[Variant]:
-        """Grouped products, then calls with weights of each dtype by each strategy."""
         once = touched * self.weight_bytes
-        floors = {"dense": once * self.products, "row": once + sum(map(self.fired_bytes, problems)) / len(problems)}
+        # of the neurons that any token fires, the rows behind the gate
+        rows = sum(int(fires.any(0).sum()) for problem in problems for fires in firing(problem)) / len(problems)
+        floors = {"dense": once * self.products, "row": once + rows * 2.0 * self.shape.k * (self.products - 1)}
 
         def floor(name: str, e4m3: bool = False) -> Row:
             moved = floors["dense" if name == "dense" else "row"] / (1 + e4m3)
@@ -158,7 +141,7 @@ class Layer:
             e4m3 = weights == "e4m3"
             right, dense = self.bar(problems[-1], weights)
             given: list[Any] = [each._replace(**self.quantised) for each in problems] if e4m3 else [*problems]  # type: ignore[arg-type]
-            check = functools.partial(self.check, right, dense, self.fired(problems[-1]))
+            check = near(right, dense, sum(int(fires.sum()) for fires in firing(problems[-1])))
             for strategy in self.arguments.strategies:
                 by = functools.partial(self.sparse, given, strategy)
                 name = f'{"e4m3 " * e4m3}"{strategy}"'
@@ -167,17 +150,6 @@ class Layer:
     def sparse(self, given: Sequence[Any], strategy: str, _: object) -> Call:
         options: Any = {"activation": self.arguments.activation, "strategy": strategy}
         return lambda i: (twell.sparse_experts(**given[i]._asdict(), **options),)
-
-    def check(
-        self, right: Tensor, dense: Errors, fired: int, _: str, call: Call, outputs: tuple[Tensor, ...]
-    ) -> Verdict:
-        """Check y of the last call, of so many hidden states that are not zero."""
-        budgets = testing.BUDGET, testing.BUDGET * testing.allowance(len(right))
-        return verdict({"y": Comparison(testing.errors(outputs[0], right), dense, fired, *budgets)})
-
-    def fired(self, problem: Mixture) -> int:
-        """Hidden states that are not zero."""
-        return sum(int(hidden_of(problem, e)[1].sum()) for e in problem.expert_ids.unique().tolist())
 
 
 def note_error(row: Row, settled: Settled, errors: dict[str, Comparison]) -> None:
@@ -196,8 +168,8 @@ def cases(bench: Bench) -> Iterator[Case]:
             row["over_copy"] = row["us"] and copy / row["us"]
         yield rows
 
-    for name, firing, skew in itertools.product(given.shapes, given.firing, given.skew):
-        layer = Layer(given, SHAPES[name], firing, skew, bench.device.torch_device)
+    for name, share, skew in itertools.product(given.shapes, given.firing, given.skew):
+        layer = Layer(given, SHAPES[name], share, skew, bench.device.torch_device)
         for sequences in given.sequences:
-            base = {"shape": name, "sequences": sequences, "firing": firing, "skew": skew}
+            base = {"shape": name, "sequences": sequences, "firing": share, "skew": skew}
             yield base, functools.partial(measure, base, layer)

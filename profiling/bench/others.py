@@ -26,11 +26,8 @@ def imported(name: str) -> Any:
 
 def quack(gate: Tensor, up: Tensor | None, down: Tensor, activation: str, training: bool) -> Made:
     """The fused ReGLU, and relu2 without a gate, of Dao-AILab/quack."""
-    module, kind = (
-        imported("quack.mlp"),
-        {("relu", True): "reglu", ("relu2", False): "relu_sq", ("relu", False): "relu"},
-    )
-    name = kind.get((activation, up is not None))
+    known = {("relu", True): "reglu", ("relu2", False): "relu_sq", ("relu", False): "relu"}
+    module, name = imported("quack.mlp"), known.get((activation, up is not None))
     if module is None or name is None:
         return None
     # rows of gate and up in turn

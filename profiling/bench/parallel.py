@@ -1,34 +1,5 @@
-"""``python -m profiling.bench parallel``: training steps on several GPUs by DDP, FSDP2 and tensor parallelism."""
+"""``python -m profiling.bench parallel``: training steps on several GPUs by DDP, FSDP2 and tensor parallelism.
 
-import copy
-import functools
-import gc
-import os
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
-
-from profiling.bench.models_random import Pattern, build, cast, draw, draw_ids, paper_nnz, parse_sizes
-from profiling.harness import SETTLING, Bench, Case, Row
-from twell import recipe
-from twell.commands.request import RequestError, at_least, number_above
-from twell.commands.timing import FAILURES, reason, spread
-from twell.integrations import sparsify
-from twell.nn.distributed import tensor_parallel_plan
-from twell.nn.models import set_down_layout
-from twell.recipe._tracker import strategy_of
-
-NAME = "profiling.bench parallel"
-DESCRIPTION = """\
 Time training steps of a model of `profiling.bench model --config`, with random weights and the sparsity of trained
 ones, the same on all ranks, in processes of torchrun:
 
@@ -44,15 +15,40 @@ returned: as long as the step where GPUs wait for the hosts. Memory is the peak 
 most, weights and optimizer included. Loss and gradient norm of the first step must be those of dense eager, up to 1 and
 5 percent, else a row is red.
 """
+
+import copy
+import functools
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from profiling.bench import models_random as drawn
+from profiling.harness import SETTLING, Bench, Case, Row
+from twell import recipe
+from twell.commands.request import RequestError, at_least, number_above
+from twell.commands.timing import FAILURES, reason, spread
+from twell.integrations import sparsify
+from twell.nn.distributed import tensor_parallel_plan
+from twell.nn.models import set_down_layout
+from twell.recipe._tracker import strategy_of
+
 MODES = ("ddp", "fsdp", "tp")
 VARIANTS = ("dense eager", "sparse eager", "dense compiled", "sparse compiled")
-L1 = 2e-5
 # What loss and gradient norm may differ from those of dense eager, as a share.
 ALLOWED = {"loss": 0.01, "norm": 0.05}
 FIELDS = ("ms", "p10_ms", "p90_ms", "host_ms", "tokens_per_ms", "speedup", "peak_bytes", "loss", "norm")
 SHOWN = ("mode", "variant", "ms", "host_ms", "tokens_per_ms", "speedup", "peak_bytes", "strategies")
 OPTIONS = {
-    "--config": (parse_sizes, "1B", "size of the model"),
+    "--config": (drawn.parse_sizes, "1B", "size of the model"),
     "--nnz": (number_above(0), None, "mean non-zeros per token (the paper's)"),
     "--micro-batch": (at_least(1), 8, "sequences of a rank"),
     "--sequence": (at_least(2), 2048, "tokens of a sequence"),
@@ -80,8 +76,6 @@ def distributed(model: Any, device: torch.device, mode: str) -> Any:
 
 
 class Steps:
-    """A model distributed over ranks, and its training steps."""
-
     def __init__(self, base: nn.Module, mode: str, variant: str, device: torch.device, ids: Tensor) -> None:
         self.mode, self.device = mode, device
         self.model: Any = copy.deepcopy(base).to(device)
@@ -94,20 +88,14 @@ class Steps:
             layer.strategy = sparse if variant.startswith("sparse") else "dense"
         compiled = variant.endswith("compiled")
         if compiled and mode != "tp":
-            self.compile()
+            drawn.compile_layers(self.model)
         self.module = distributed(self.model, device, mode)
         if compiled and mode == "tp":
-            self.compile()
+            drawn.compile_layers(self.model)
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, fused=device.type == "cuda")
         passes = ids.to(device).chunk(dist.get_world_size())
         self.passes = passes if mode == "tp" else passes[dist.get_rank() :][:1]
-
-    def compile(self) -> None:
-        """Let torch.compile compile each decoder layer."""
-        torch._dynamo.config.recompile_limit = 64
-        for layer in self.model.get_decoder().layers:
-            layer.compile(dynamic=False)
 
     def step(self) -> tuple[Tensor, Tensor]:
         """Take one step; return the loss on this rank and the norm of all gradients."""
@@ -116,8 +104,7 @@ class Steps:
             # under FSDP the parameters themselves have this dtype
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mode != "fsdp"):
                 logits = self.module(input_ids=tokens, use_cache=False).logits
-            labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()) + L1 * recipe.l1_term(self.model)
+            loss = drawn.loss_of(self.model, logits, tokens)
             (loss / len(self.passes)).backward()
             total += loss.detach() / len(self.passes)
         norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
@@ -191,14 +178,13 @@ def cases(bench: Bench) -> Iterator[Case]:
     ranks, compiled = dist.get_world_size(), given.compile or ("inductor" if device.type == "cuda" else "none")
     bench.given |= {"config": given.config.name, "compile": compiled}
     bench.machine = f"{ranks} GPUs: {bench.machine}" if device.type == "cuda" else bench.machine
-    pattern = Pattern(given.nnz or paper_nnz(given.config))
-    ids = draw_ids(given.config, given.micro_batch * ranks, given.sequence, pattern.topic)
-    base = build(given.config, given.sequence, device)
-    draw(base, ids, pattern)
+    pattern = drawn.Pattern(given.nnz or drawn.paper_nnz(given.config))
+    ids = drawn.draw_ids(given.config, given.micro_batch * ranks, given.sequence, pattern.topic)
+    base = drawn.build(given.config, given.sequence, device)
+    drawn.draw(base, ids, pattern)
     for parameter in base.parameters():
         dist.broadcast(parameter.data, 0)
-    cast(base, torch.float32)
-    base.cpu()
+    drawn.cast(base, torch.float32).cpu()
 
     @torch.enable_grad()
     def rows_of(mode: str) -> list[Row]:
@@ -206,11 +192,8 @@ def cases(bench: Bench) -> Iterator[Case]:
         for variant in (name for name in VARIANTS if compiled != "none" or name.endswith("eager")):
             row: Row = {"mode": mode, "variant": variant, "ranks": ranks, "tokens": ids.numel(), "red": ""}
             row |= dict.fromkeys(FIELDS)
-            # compiled code and its model, and reference cycles
             torch._dynamo.reset()
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            bench.device.free()
             try:
                 row = measured(row, Steps(base, mode, variant, device, ids), given.rounds, bench.device.wait)
             except FAILURES as error:

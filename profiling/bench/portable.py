@@ -1,4 +1,8 @@
-"""``python -m profiling.bench portable``: the portable family of kernels beside Hopper's, on one Hopper GPU."""
+"""``python -m profiling.bench portable``: the portable family of kernels beside Hopper's, on one Hopper GPU.
+
+Time whole calls by both families of kernels, and dense PyTorch, eager and compiled, in CUDA graphs: gates, layers by
+"row" and "union", training steps, and few tokens, which read weights outside of L2.
+"""
 
 import contextlib
 import functools
@@ -17,11 +21,6 @@ from twell.commands.timing import Call
 from twell.runtime import program, specs
 from twell.testing import FFN
 
-NAME = "profiling.bench portable"
-DESCRIPTION = """\
-Time whole calls by both families of kernels, and dense PyTorch, eager and compiled, in CUDA graphs: gates, layers by
-"row" and "union", training steps, and few tokens, which read weights outside of L2.
-"""
 FAMILIES = {"hopper": specs.SM90, "portable": specs.PORTABLE}
 TOKENS, FEW = 16384, (1, 8, 64)
 SHOWN = ("workload", "call", "us")
@@ -41,12 +40,10 @@ def kernels_of(family: str) -> Iterator[None]:
 
 
 def layer(problems: list[FFN], output: Callable[[FFN], Tensor]) -> Call:
-    """Inference of a layer."""
     return lambda i: (output(problems[i]),)
 
 
 def step(problems: list[FFN], output: Callable[[FFN], Tensor]) -> Call:
-    """Forward and backward of a layer."""
     dy = testing.real_upstream(problems[0])
     leaves = [problem.map(lambda t: t.detach().requires_grad_()) for problem in problems]
 
@@ -58,13 +55,7 @@ def step(problems: list[FFN], output: Callable[[FFN], Tensor]) -> Call:
 
 
 def gate(problems: list[FFN], output: object) -> Call:
-    """The gate, packed."""
     return lambda i: tuple(ops.gate_pack(problems[i].x, problems[i].w_gate, None, 8))
-
-
-def product(problems: list[FFN], output: object) -> Call:
-    """The gate by PyTorch alone."""
-    return lambda i: (torch.mm(problems[i].x, problems[i].w_gate.t()),)
 
 
 OPTIONS = {
@@ -91,26 +82,23 @@ def cases(bench: Bench) -> Iterator[Case]:
 
     def measure(base: Row, source: Source, m: int, make: Callable[..., Call], output: Any) -> Iterator[list[Row]]:
         first = source.load(m, *sizes, device=bench.device.torch_device, dtype=torch.bfloat16)
-        size = sum(t.numel() * t.element_size() for t in first if t is not None)
+        size = sum(t.nbytes for t in first if t is not None)
         copies = bench.device.copies_for(size) if m < many else 1
         problems = [first, *(first.map(torch.clone) for _ in range(copies - 1))]
-
-        def of(made: Call) -> Callable[[Any], Call]:
-            return lambda _: made
-
         own = make(problems, output)
         # the ops of a gate alone have tests of their own
         check = None if make is gate else agrees(make(problems, testing.dense_output), make is step)
         variants = [
-            Variant(family, of(own), copies, check=check, within=functools.partial(kernels_of, chosen))
+            Variant(family, lambda _: own, copies, check=check, within=functools.partial(kernels_of, chosen))
             for family, chosen in FAMILIES.items()
         ]
-        others = {"product": product(problems, None)} if make is gate else {
-            "dense eager": make(problems, testing.dense_output),
+        others: dict[str, Call] = {"product": lambda i: (torch.mm(problems[i].x, problems[i].w_gate.t()),)}
+        if make is not gate:
             # not compiled for any number of tokens
-            "dense compiled": make(problems, torch.compile(testing.dense_output, dynamic=False)),
-        }  # fmt: skip
-        variants += [Variant(said, of(call), copies) for said, call in others.items()]
+            compiled = torch.compile(testing.dense_output, dynamic=False)
+            others = {"dense eager": make(problems, testing.dense_output), "dense compiled": make(problems, compiled)}
+        for said, call in others.items():
+            variants.append(Variant(said, functools.partial(lambda made, _: made, call), copies))
         yield [beside(base, bench.timed(base, variants, [Way("graph", "us", unit=1e3)]), "us")]
 
     for source in parse(bench.arguments.workload):

@@ -41,10 +41,8 @@ class Source:
                 raise RequestError(f"{self.text} cannot be read: {error}") from None
         if not self.possible(n):
             most = n * (1 - self.pattern.dead)
-            raise RequestError(
-                f"{self.name} has {self.pattern.nnz:g} non-zeros per token: expected at most {most:g}, the neurons of "
-                f"{n} that are not dead"
-            )
+            said = f"expected at most {most:g}, the neurons of {n} that are not dead"
+            raise RequestError(f"{self.name} has {self.pattern.nnz:g} non-zeros per token: {said}")
         return testing.make(self.pattern, m, k, n, device=device, dtype=dtype)
 
     def possible(self, n: int) -> bool:
@@ -69,10 +67,8 @@ def _sources(text: str) -> list[Source]:
         return [_drawn(text)]
     if text in WORKLOADS:
         return [Source(text, text, WORKLOADS[text])]
-    parameters = ", ".join(f"{key}=" for key in EXPLAINED)
-    raise RequestError(
-        f"--workload takes {', '.join(WORKLOADS)}, {REAL}FOLDER[/LAYER] or parameters ({parameters}), got {text!r}"
-    )
+    known = f"{', '.join(WORKLOADS)}, {REAL}FOLDER[/LAYER] or parameters ({'=, '.join(EXPLAINED)}=)"
+    raise RequestError(f"--workload takes {known}, got {text!r}")
 
 
 def _recorded(text: str) -> list[Source]:
@@ -83,9 +79,8 @@ def _recorded(text: str) -> list[Source]:
     wanted = [name for name in names if layer in ("", name.removeprefix("real"))]
     if not wanted:
         found = ", ".join(name.removeprefix("real") for name in names) or "none"
-        raise RequestError(
-            f"{text}: expected layer0.npz, layer1.npz, ... in {folder}, or one of its layers, got {found}"
-        )
+        said = f"expected layer0.npz, layer1.npz, ... in {folder}, or one of its layers"
+        raise RequestError(f"{text}: {said}, got {found}")
     return [Source(name, f"{REAL}{folder}/{name.removeprefix('real')}", folder=folder) for name in wanted]
 
 
@@ -99,9 +94,8 @@ def _drawn(text: str) -> Source:
         except ValueError:
             number = -1.0
         if key not in EXPLAINED or key in values or not 0 <= number <= EXPLAINED[key][1] or number == float("inf"):
-            known = ", ".join(
-                f"{name}=" + (f"0 to {most:g}" if most < 9 else "N") for name, (_, most, _) in EXPLAINED.items()
-            )
+            limits = {name: f"0 to {most:g}" if most < 9 else "N" for name, (_, most, _) in EXPLAINED.items()}
+            known = ", ".join(f"{name}={limit}" for name, limit in limits.items())
             raise RequestError(f"parameters of a workload are {known}, each once, got {item!r} in {text!r}")
         values[key] = number
     if not values.get("nnz"):

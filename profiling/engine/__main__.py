@@ -40,8 +40,6 @@ SHOWN = ("engine", "prompt", "sequences", "new", "per_s", "step_ms", "differ")
 
 
 class Engine(NamedTuple):
-    """The process of an engine, and the connection to it."""
-
     name: str
     process: Any
     connection: Any
@@ -54,13 +52,11 @@ class Engine(NamedTuple):
         return None
 
     def asked(self, place: int, what: str, until: float) -> Any:
-        """Its answer to a request."""
         with contextlib.suppress(OSError):
             self.connection.send((place, what))
         return self.heard(until)
 
     def end(self) -> None:
-        """End it, with its workers, which are of its session."""
         self.connection.close()
         self.process.join(5)
         for kind in (signal.SIGTERM, signal.SIGKILL):
@@ -71,7 +67,6 @@ class Engine(NamedTuple):
 
 
 def start(name: str, spec: Mapping[str, Any]) -> Engine:
-    """Start the process of an engine."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=one.serve, args=(theirs, spec))
     process.start()
@@ -81,10 +76,7 @@ def start(name: str, spec: Mapping[str, Any]) -> Engine:
 
 
 def measure(engines: Sequence[Engine], runs: Sequence[int], until: float) -> dict[str, Row]:
-    """Let all engines take ``runs`` of each workload in turn, and end them; what each found, if it answered all.
-
-    One run more comes first, which compiles and warms up.
-    """
+    """Let engines take ``runs`` of each workload in turn, after a first one, and end them; what they found."""
     began = time.monotonic()
     found = {engine.name: engine.heard(until) for engine in engines}
     for name, facts in found.items():
@@ -100,10 +92,7 @@ def measure(engines: Sequence[Engine], runs: Sequence[int], until: float) -> dic
 
 
 def rows_of(found: Mapping[str, Row]) -> list[Row]:
-    """A row for each engine and workload, stock's first.
-
-    differ: sequences with other tokens than stock's, which roundings may decide; None without stock.
-    """
+    """A row for each engine and workload. differ: sequences with other tokens than stock's, as roundings may decide."""
     rows, of_stock = [], {}
     for name in sorted(found, key=lambda name: name != "stock"):
         for workload in found[name]["workloads"]:
@@ -117,12 +106,8 @@ def rows_of(found: Mapping[str, Row]) -> list[Row]:
 
 
 def main() -> int:
-    """Measure the engines, print a line for each workload and write the rows."""
-    parser = argparse.ArgumentParser(
-        prog="python -m profiling.engine",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m profiling.engine", description=__doc__, formatter_class=formatter)
     add = parser.add_argument
     add("--model", choices=DRAWN, default="large", help="(%(default)s)")
     add("--nnz", type=float, help="mean non-zeros per token of a model without experts (the paper's share)")

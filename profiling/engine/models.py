@@ -1,10 +1,9 @@
 """Drawn models to serve, as checkpoints of transformers: Llamas, and a Nemotron-H with routed experts."""
 
-import argparse
 import dataclasses
 import json
-import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +18,33 @@ from twell.commands import analyze
 from twell.testing.experts import FIRING
 
 LENGTH = 2304
-# Correlated output weights would make a model repeat its last token.
-_HEAD_SEED = 20
 # Prompts by their number of tokens.
 PROMPTS = {2048: 64, 128: 512}
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixed:
-    """Sizes of a Nemotron-H. pattern: a layer for each letter, M of Mamba, * of attention or E of experts.
-
-    heads are those of queries, of ``head`` values; Mamba has ``mamba`` heads of 64 values.
-    """
-
-    hidden: int
-    neurons: int
-    shared: int
-    experts: int
-    top: int
-    heads: int
-    kv: int
-    mamba: int
-    head: int = 128
-    pattern: str = "MEME*EME*E"
-    vocab: int = 32768
-
-
-# By name: the sizes of the paper's 1.5B model, of layers of Llama-3-8B, and of Nemotron 3 Nano, of fewer layers, with
-# half of its experts and of its Mamba heads.
-DRAWN: dict[str, LlamaSizes | Mixed] = {
+# Of Mamba, of experts and of attention.
+MAMBA, EXPERTS, ATTENTION = "linear_attention", "moe", "full_attention"
+# Sizes of Nemotron 3 Nano, of fewer layers, with half of its experts and of its Mamba heads.
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": [MAMBA, EXPERTS, MAMBA, EXPERTS, ATTENTION, EXPERTS, MAMBA, EXPERTS, ATTENTION, EXPERTS],
+    "hidden_size": 2688,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 6,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 32,
+    "n_groups": 8,
+    "vocab_size": 32768,
+}
+# By name: the sizes of the paper's 1.5B model, of layers of Llama-3-8B, and of a Nemotron-H with routed experts.
+DRAWN: dict[str, LlamaSizes | dict[str, Any]] = {
     "1.5B": LlamaSizes("1.5B", 28, 2048, 5632, 16, vocab=32768, kv=4),
     "large": LlamaSizes("large", 16, 4096, 14336, 32, vocab=32768, kv=4),
-    "nemotron": Mixed(2688, 1856, 3712, 64, 6, 32, 2, 32),
+    "nemotron": NEMOTRON,
 }
-_KINDS = {"M": "linear_attention", "*": "full_attention", "E": "moe"}
 # Column 0 of the residual, which no layer writes, beside others that begin with a deviation of 1. It is the bias of
 # experts, whose squares are small where few neurons fire.
 _CONSTANT, _DOWN = 4.0, 2.0
@@ -61,12 +53,8 @@ _SAMPLE = (4, 128)
 
 def sizes(text: str) -> LlamaSizes:
     """An argparse type: the name of a Llama, or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]]."""
-    drawn = DRAWN.get(text)
-    if isinstance(drawn, LlamaSizes):
-        return drawn
-    if not re.fullmatch(r"\d+(x\d+){2,4}", text):
-        raise argparse.ArgumentTypeError(f"expected 1.5B, large or LAYERSxHIDDENxNEURONS[xHEADS[xVOCAB]], got {text!r}")
-    shape = models_random.parse_sizes(text)
+    llamas = {name: drawn for name, drawn in DRAWN.items() if isinstance(drawn, LlamaSizes)}
+    shape = models_random.parse_sizes(text, llamas)
     return dataclasses.replace(shape, kv=min(4, shape.heads))
 
 
@@ -76,47 +64,28 @@ def draw(drawn: LlamaSizes, device: str, nnz: float | None = None) -> tuple[Any,
     pattern = models_random.Pattern(nnz or 29 / testing.PAPER_NEURONS * drawn.neurons)
     models_random.draw(model, models_random.draw_ids(drawn, 64, 2048, pattern.topic, 0), pattern)
     embedding = model.get_input_embeddings().weight.detach()
-    normal = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(_HEAD_SEED), device="cpu")
+    # correlated output weights would make a model repeat its last token
+    normal = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(20), device="cpu")
     model.lm_head.weight = nn.Parameter(normal.to(embedding) * embedding.float().std().to(embedding.dtype))
     # other sequences than those of the thresholds
-    return model, {
-        length: models_random.draw_ids(drawn, count, length, pattern.topic, 3 + length)
-        for length, count in PROMPTS.items()
-    }
+    ids = partial(models_random.draw_ids, drawn, topic=pattern.topic)
+    return model, {length: ids(count, length, seed=3 + length) for length, count in PROMPTS.items()}
 
 
-def draw_mixed(drawn: Mixed, device: str) -> tuple[Any, dict[int, Tensor]]:
+def draw_mixed(sizes: dict[str, Any], device: str) -> tuple[Any, dict[int, Tensor]]:
     """A Nemotron-H of random weights whose experts fire for the share ``FIRING``, and ids of its prompts."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
-    config = NemotronHConfig(
-        vocab_size=drawn.vocab,
-        hidden_size=drawn.hidden,
-        intermediate_size=drawn.neurons,
-        layers_block_type=[_KINDS[letter] for letter in drawn.pattern],
-        num_attention_heads=drawn.heads,
-        num_key_value_heads=drawn.kv,
-        head_dim=drawn.head,
-        mamba_num_heads=drawn.mamba,
-        mamba_head_dim=64,
-        n_groups=drawn.mamba // 4,
-        n_routed_experts=drawn.experts,
-        num_experts_per_tok=drawn.top,
-        moe_intermediate_size=drawn.neurons,
-        moe_shared_expert_intermediate_size=drawn.shared,
-        routed_scaling_factor=2.5,
-        max_position_embeddings=LENGTH,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    fixed: dict[str, Any] = {"mamba_head_dim": 64, "routed_scaling_factor": 2.5, "max_position_embeddings": LENGTH}
+    fixed |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    config = NemotronHConfig(**sizes, intermediate_size=sizes["moe_intermediate_size"], **fixed)
     with torch.device(device):
         model = NemotronHForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
     generator = torch.Generator(device).manual_seed(0)
     _fill(model, generator)
 
     def ids(*shape: int) -> Tensor:
-        return torch.randint(drawn.vocab, shape, generator=generator, device=device)
+        return torch.randint(config.vocab_size, shape, generator=generator, device=device)
 
     _calibrate(model, ids(*_SAMPLE))
     return model, {length: ids(count, length) for length, count in PROMPTS.items()}
@@ -159,7 +128,6 @@ def _calibrate(model: Any, ids: Tensor) -> None:
 
 
 def layers(model: Any) -> list[Any]:
-    """The layers of experts of a Nemotron-H."""
     return [layer.mixer for layer in model.model.layers if hasattr(layer.mixer, "experts")]
 
 
@@ -180,15 +148,14 @@ def stock(model: Any) -> Any:
 
 
 def write(folder: Path, name: str, nnz: float | None, device: str = "cuda") -> None:
-    """Write ``folder``/relu and ``folder``/prompts.json."""
     drawn = DRAWN[name]
-    if isinstance(drawn, Mixed):
+    if isinstance(drawn, dict):
         model, prompts = draw_mixed(drawn, device)
+        model.save_pretrained(folder / "relu")
     else:
         llama, prompts = draw(drawn, device, nnz)
         model = stock(llama)
-    model.save_pretrained(folder / "relu")
-    if not isinstance(drawn, Mixed):
+        model.save_pretrained(folder / "relu")
         analyze.save(folder / "relu", twell.analyze(model, prompts[2048][:8].split(2)).layers)
     (folder / "prompts.json").write_text(json.dumps({length: ids.tolist() for length, ids in prompts.items()}))
 

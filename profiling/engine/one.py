@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,11 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
     found["started"] = engine.collective_rpc(describe)[0]
     prompts = json.loads((folder / "prompts.json").read_text())
     connection.send(found)
-    for place, what in iter(partial(asked, connection), None):
+    while True:
+        try:
+            place, what = connection.recv()
+        except EOFError:
+            return
         length, count, new = spec["workloads"][place]
         given = prompts[str(length)][:count]
         if place == len(found["workloads"]):
@@ -59,7 +62,8 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
         row = found["workloads"][place]
         if what == "run":
             start = time.perf_counter()
-            row["tokens"] = [list(each.token_ids) for each in generate(engine, given, new)]
+            made = engine.generate([{"prompt_token_ids": ids} for ids in given], likeliest(new), use_tqdm=False)
+            row["tokens"] = [list(each.outputs[0].token_ids) for each in made]
             row["seconds"].append(time.perf_counter() - start)
         else:
             if new == 1:
@@ -71,29 +75,16 @@ def serve(connection: Any, spec: Mapping[str, Any]) -> None:
         connection.send(found)
 
 
-def asked(connection: Any) -> Any:
-    """The next request; None behind the last one."""
-    try:
-        return connection.recv()
-    except EOFError:
-        return None
-
-
-def generate(engine: Any, prompts: list[list[int]], new: int) -> list[Any]:
-    """So many ``new`` tokens of each prompt, the likeliest."""
+def likeliest(most: int) -> Any:
+    """How tokens are chosen."""
     from vllm import SamplingParams
 
-    each = SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, detokenize=False)
-    rows = [{"prompt_token_ids": ids} for ids in prompts]
-    return [output.outputs[0] for output in engine.generate(rows, each, use_tqdm=False)]
+    return SamplingParams(max_tokens=most, temperature=0, ignore_eos=True, detokenize=False)
 
 
 def step(engine: Any, prompts: list[list[int]], *asked: Any) -> list[Any]:
     """What the worker's functions ``asked`` return in a step in which all ``prompts`` decode."""
-    from vllm import SamplingParams
-
-    core, count = engine.llm_engine, len(prompts)
-    parameters = SamplingParams(max_tokens=_MOST, temperature=0, ignore_eos=True, detokenize=False)
+    core, count, parameters = engine.llm_engine, len(prompts), likeliest(_MOST)
     names = [f"step-{count}-{i}" for i in range(count)]
     for name, ids in zip(names, prompts):
         core.add_request(name, {"prompt_token_ids": ids}, parameters)
@@ -120,18 +111,17 @@ def _layers(worker: Any) -> list[Any]:
 
 
 def describe(worker: Any) -> dict[str, Any]:
-    """Classes of the model, GiB of its memory, and what "auto" chose: layers by strategy, tokens and kind of call.
-
-    "experts": layers of routed experts that twell runs; their shared ones choose.
-    """
+    """Classes of the model, GiB of its memory, and what "auto" chose: layers by strategy, tokens and kind of call."""
     layers = _layers(worker)
+    methods = [{type(getattr(each, "quant_method", None)).__name__ for each in layer.modules()} for layer in layers]
     found: dict[str, Any] = {
         "model": type(worker.get_model()).__name__,
         "layers": sorted({type(layer).__name__ for layer in layers}),
         "allocated_gib": torch.cuda.memory_allocated() / 2**30,
         "most_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "experts": sum(map(_runs_experts, layers)),
+        # of routed experts that twell runs; their shared ones choose
+        "experts": sum("RunsExperts" in each for each in methods),
         "choices": {},
     }
     if "twell" not in sys.modules:
@@ -146,16 +136,8 @@ def describe(worker: Any) -> dict[str, Any]:
     return found
 
 
-def _runs_experts(layer: Any) -> bool:
-    methods = (getattr(module, "quant_method", None) for module in layer.modules())
-    return any(type(method).__name__ == "RunsExperts" for method in methods)
-
-
 def replay(worker: Any, tokens: int) -> float | None:
-    """Milliseconds of the GPU for the graph of a whole step that decodes ``tokens`` sequences; None without one.
-
-    Its inputs are those of the last step.
-    """
+    """Milliseconds of the graph of a step that decodes ``tokens`` sequences, with its last inputs, if there is one."""
     from vllm.config import CUDAGraphMode
 
     graphs = worker.model_runner.cudagraph_manager.graphs

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from profiling import figures, harness, readme, tables
-from profiling.bench import firing, host, layers, main, others, sae, sae_problem
+from profiling import figures, harness, readme
+from profiling.bench import firing, host, layers, main, others, sae
 from profiling.bench.float8 import Weights
 from profiling.bench.layers import OPS
 from profiling.device import Ceilings, Device
@@ -131,7 +131,7 @@ def test_every_bench_has_checked_and_timed_rows(
     if name == "sae":
         rows = [row | {"peak_bytes": 1} for row in rows]
         rows += [row | {"variant": "dense compiled"} for row in rows if row["variant"] == "dense eager"]
-    for module in (figures, readme, tables):
+    for module in (figures, readme):
         monkeypatch.setattr(module, "result", lambda _: found.data | {"rows": rows})
     monkeypatch.setattr(figures, "HOST_LAYERS", ((64, 264),))
     if name in TABLES:
@@ -510,23 +510,23 @@ DRAWN = {"m": 600, "k": 64, "nonzeros": 8.0, "top_k": 8}
 
 def test_autoencoders_fire_as_asked() -> None:
     counts = {}
-    for pattern in sae_problem.PATTERNS:
-        o = sae_problem.draw(pattern, 2048, CPU, **DRAWN)
+    for pattern in sae.PATTERNS:
+        o = sae.draw(pattern, 2048, CPU, **DRAWN)
         pre = ((o.x - o.b_dec) @ o.w_enc.t()).detach()
         assert float(pre.float().std()) == pytest.approx(1, abs=0.02)
-        counts[pattern] = sae_problem.codes(o).sum(0)
+        counts[pattern] = sae.codes(o).sum(0)
         assert float(counts[pattern].sum()) / 600 == pytest.approx(8, rel=0.1)
     # the busiest hundredth of the neurons
     share: Any = {name: float(c.sort(descending=True).values[:20].sum() / c.sum()) for name, c in counts.items()}
     assert share["even"] < 0.05 < 0.3 < share["skewed"]
 
 
-@pytest.mark.parametrize("pattern", sae_problem.PATTERNS)
+@pytest.mark.parametrize("pattern", sae.PATTERNS)
 def test_a_wrong_autoencoder_does_not_agree(
     pattern: str, bench: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In y and in training, and dense PyTorch's choice among equal codes is none."""
-    right = sae_problem.sparse
+    right = sae.sparse
     monkeypatch.setattr(sae, "sparse", lambda *given, **named: right(*given, **named) * 1.1)
     rows = bench(*BENCHES["sae"], "--patterns", pattern, "--strategies", "union").rows
     assert [bool(row["red"]) for row in rows] == [False, True] * 2

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import twell
-from profiling import draw, measurements, reference
+from profiling import draw, everything, reference
 from twell.commands import cli, info
 from twell.runtime import env
 
@@ -373,7 +373,7 @@ def complaint(words: list[str]) -> str:
 
 
 def test_measurements_are_made_by_commands_that_there_are() -> None:
-    given = [shlex.split(command) for each in measurements.ALL for command in each.commands]
+    given = [shlex.split(command) for each in everything.ALL for command in each.commands]
     # torch.distributed.run has its module behind options of its own
     words = [["python", *each[each.index("-m", 3) :]] if "torch.distributed.run" in each else each for each in given]
     wrong = {" ".join(each): complaint(each) for each in words}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import twell
-from profiling import everything, measurements
-from profiling.measurements import Measurement
+from profiling import everything
+from profiling.everything import Measurement
 
 # Writes its second argument into its first, after a count of its calls.
 SCRIPT = """
@@ -65,11 +65,11 @@ def calls(tmp_path: Path, name: str) -> int:
 
 
 def test_every_published_file_is_listed_once() -> None:
-    names = [each.name for each in (*measurements.ALL, *measurements.FROZEN)]
+    names = [each.name for each in everything.LISTED]
     assert len(names) == len(set(names))
     published = {path.stem for path in everything.RESULTS.glob("*.json")}
-    assert {each.name for each in measurements.FROZEN} <= published <= set(names)
-    for each in measurements.ALL:
+    assert {each.name for each in everything.LISTED if each.kind == "frozen"} <= published <= set(names)
+    for each in everything.ALL:
         assert 0 < len(each.commands) == len(each.seconds), each.name
         known = {"OUT", "FOLDER", "BUDGET", "REAL"}
         used = {match["named"] for match in string.Template.pattern.finditer(" ".join(each.commands))}
@@ -137,7 +137,8 @@ def test_the_list_has_what_is_older(
 ) -> None:
     monkeypatch.setattr(everything, "present", lambda: "0123456789ab")
     for name in ("old", "new", "missing", "host", "host now", "dated"):
-        add(name, ("{}", 0), host=name.startswith("host"), dated=name == "dated")
+        kind = name.partition(" ")[0]
+        add(name, ("{}", 0), kind=kind if kind in ("host", "dated") else "")
     (tmp_path / "results").mkdir()
     now, version = "0123456789ab", twell.__version__
     for name, kernels, of in (

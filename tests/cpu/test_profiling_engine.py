@@ -18,7 +18,8 @@ from profiling.engine import models
 
 
 def test_a_drawn_model_of_experts_fires() -> None:
-    sizes = models.Mixed(256, 192, 384, 8, 3, 4, 2, 4, head=64, pattern="ME*E", vocab=512)
+    kinds = [models.MAMBA, models.EXPERTS, models.ATTENTION, models.EXPERTS]
+    sizes = dict(zip(models.NEMOTRON, (kinds, 256, 192, 384, 8, 3, 4, 2, 64, 4, 1, 512), strict=True))
     model, prompts = models.draw_mixed(sizes, "cpu")
     assert {length: len(ids) for length, ids in prompts.items()} == models.PROMPTS
     experts = models.layers(model)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from profiling import measurements, readme
+from profiling import everything, readme
 from profiling import tune as shipped
 from twell.choose import cards
 from twell.commands import tune
@@ -34,7 +34,7 @@ def test_every_result_has_its_machine_line(root: Path) -> None:
 @pytest.mark.parametrize("name", ["fuzz", "fuzz_portable"])
 def test_the_seeds_of_a_result_are_those_of_its_commands(name: str, root: Path) -> None:
     runs = json.loads((root / "profiling" / "results" / f"{name}.json").read_text())["runs"]
-    (made,) = (each for each in measurements.ALL if each.name == name)
+    (made,) = (each for each in everything.ALL if each.name == name)
     assert re.findall(r"--seed (\d+)", " ".join(made.commands)) == [str(run["seed"]) for run in runs]
 
 
