@@ -28,13 +28,7 @@ from twell.nn.float8 import Float8MLP
 from twell.runtime.log import logger
 
 try:
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        LlamaConfig,
-        PreTrainedModel,
-        Qwen2Config,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
     from transformers.modeling_utils import load_state_dict
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:
@@ -48,9 +42,6 @@ __all__ = ["SparsityCallback", "load", "sparsify"]
 
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
-
-# Methods of quantisation that may have weights in e4m3.
-_OF_E4M3 = ("fp8", "compressed-tensors")
 
 # The ends of names that scales of quantised weights have in files.
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
@@ -95,7 +86,9 @@ def sparsify(
 
     Raises TypeError or ValueError and changes nothing, as ``twell.sparsify_``.
     """
-    outer, model = model, _within_peft(model)
+    outer = model
+    if "peft.peft_model.PeftModel" in (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__):
+        model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         got = f"got {type(model).__name__}; compile it afterwards, and use twell.sparsify_ for other modules"
         raise TypeError(f"sparsify: model must be a transformers.PreTrainedModel, {got}")
@@ -141,12 +134,6 @@ def _keys_of(model: Any, candidates: list[_sparsify.Candidate]) -> dict[configur
             "the same; save_pretrained then records it for load alone, and the stock class has the old one"
         ) from error
     return named
-
-
-def _within_peft(model: Any) -> Any:
-    """The model inside a ``PeftModel``, or the model itself."""
-    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__]
-    return model.get_base_model() if "peft.peft_model.PeftModel" in kinds else model
 
 
 def load(model: str | Path, *, strategy: Strategy | None = None, compression: int | None = None, **options: Any) -> Any:
@@ -243,9 +230,6 @@ class Opened(NamedTuple):
                     f'"{configuration.RECORD_KEY}" out of the configuration to load the model without it'
                 )
 
-    def _entry(self, module: str) -> record.Entry | None:
-        return next((entry for entry in self.entries or () if entry.has(module)), None)
-
     def _give(self, layers: dict[str, Any]) -> None:
         """Give layers the activation of the record, or that which a key of the configuration has named for them."""
         model, own = self.model, self.own
@@ -259,7 +243,7 @@ class Opened(NamedTuple):
         made = {} if alone or not own else configuration.made_by(model)[0]
         for name, layer in layers.items():
             found = record.layer_of(name, layer)
-            entry = None if found is None else self._entry(found.module)
+            entry = next((each for each in self.entries or () if found is not None and each.has(found.module)), None)
             new = entry.activation if entry else None
             if new is None and own and found is not None and found.activation is not None:
                 act = found.act
@@ -298,7 +282,8 @@ def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> O
     own = {} if own_code else configuration.as_stock(config)
     entries = record.read(config)
     stored = getattr(config, "quantization_config", None)
-    if dequantize and isinstance(stored, dict) and stored.get("quant_method") in _OF_E4M3:
+    # methods that may have weights in e4m3
+    if dequantize and isinstance(stored, dict) and stored.get("quant_method") in ("fp8", "compressed-tensors"):
         config.quantization_config = stored | {"dequantize": True}
     options |= {"config": config, "output_loading_info": True}
     if causal is None:
@@ -335,18 +320,18 @@ class _Reader:
         cls, model: Any, state_dict: dict[str, Tensor] | None, checkpoint_files: list[str] | None, *args: Any, **kw: Any
     ) -> Any:
         # both versions of transformers call this once files are found and the model is on meta
-        files = checkpoint_files or []
-        stored = state_dict or {
-            name: t for file in files for name, t in load_state_dict(file, map_location="meta").items()
-        }
+        def read(device: str) -> dict[str, Tensor]:
+            files = (load_state_dict(file, map_location=device) for file in checkpoint_files or ())
+            return state_dict or {name: tensor for file in files for name, tensor in file.items()}
+
+        stored = read("meta")
         if any(name.endswith(_KEPT) for name in stored):
             _fit(model, stored)
-            whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
-            for name in [key.removesuffix(_KEPT) for key in whole if key.endswith(_KEPT)]:
-                cls._found[name] = Compaction(whole[name + _KEPT])
+            masks = {name: tensor for name, tensor in read("cpu").items() if name.endswith(_KEPT)}
+            cls._found |= {name.removesuffix(_KEPT): Compaction(mask) for name, mask in masks.items()}
         if hasattr(model.config, layouts.LAYOUT_KEY) and (rows := _rows(model, stored)):
             logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
-            whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
+            whole = read("cpu")
             state_dict = {**whole, **{name: whole[name].t().contiguous() for name in rows}}
         return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kw)  # type: ignore[misc]
 
