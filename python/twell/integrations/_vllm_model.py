@@ -157,7 +157,7 @@ def _of_transformers(model: nn.Module) -> dict[str, FFN | str]:
             # a server drops nothing
             module.p = 0.0
     for name, module in model.named_modules():
-        likely = known(module, functools.partial(candidates.has_children, module))
+        likely = known(module)
         if likely is None or candidates.misfit(module, likely.names):
             continue
         try:

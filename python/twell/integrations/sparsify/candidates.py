@@ -14,14 +14,14 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from twell.base.activation import NAMES_OF_FAMILY, RELU, Activation
 from twell.call.plain import HOOKS, of_torch, only_moves
-from twell.integrations.sparsify.equivalence import MODES, NOTHING, Copies, Form, Put, difference, family, family_of
-from twell.integrations.sparsify.kept import kept, with_plain
+from twell.integrations.sparsify import equivalence
+from twell.integrations.sparsify.equivalence import MODES, NOTHING, Copies, Form, Put, difference, family_of
 from twell.integrations.sparsify.known import WITHOUT_METHODS, Known
-from twell.integrations.sparsify.quantised import Stored, stored
+from twell.integrations.sparsify.quantised import Stored, kept_dtype, stored, with_plain
 from twell.nn.converted import GATED, PLAIN, below
 from twell.nn.float8 import Float8MLP
 from twell.nn.layers import SparseFFN
-from twell.nn.pairs import PairDown, SharedLinear
+from twell.nn.pairs import SharedLinear
 from twell.ops.float8 import BLOCK
 from twell.runtime import geometry, specs
 
@@ -29,8 +29,6 @@ _HOOKS = (
     *HOOKS,
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-
-_MACHINERY = frozenset(vars(nn.Module()))
 
 LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
@@ -92,9 +90,7 @@ class Candidate(NamedTuple):
     @property
     def layer(self) -> str:
         """The qualified name of the twell layer that will be there."""
-        if self.kind == "layer":
-            return self.name
-        return f"{self.name}.{self.form.down}" if self.name else self.form.down
+        return self.name if self.kind == "layer" else f"{self.name}.{self.form.down}".removeprefix(".")
 
 
 class Context(NamedTuple):
@@ -117,12 +113,6 @@ def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inside.update(id(child) for child in module.modules())
         elif id(module) not in inside:
             yield name, module
-
-
-def has_children(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether a module has children of these names, none of which is of a pair already."""
-    children = [below(module, name) for name in names]
-    return all(child is not None and not isinstance(child, PairDown) for child in children)
 
 
 def misfit(module: nn.Module, names: tuple[str, ...]) -> str:
@@ -187,7 +177,8 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     except NotImplementedError as error:
         raise ValueError(f"{error}; {LEAVE_OUT}") from None
     in_e4m3 = any(held.values())
-    own = {} if in_e4m3 else kept(where, children)
+    found = {} if in_e4m3 else {child: kept_dtype(f"{where}: {child}", linear) for child, linear in children.items()}
+    own = {child: dtype for child, dtype in found.items() if dtype is not None}
     if in_e4m3 or own:
         # examined with plain projections in their place
         dtypes = {child: torch.bfloat16 for child, each in held.items() if each} | own
@@ -252,13 +243,12 @@ def _prove(
     where: str, module: nn.Module, form: Form, known: Known, context: Context
 ) -> tuple[Candidate, Activation | None]:
     """As ``examine``, by running copies: of the module as a layer, else as a block with a pair in it."""
-    first = Candidate("", module, form, "layer", None, RELU, None, steps=known.steps)
     try:
         copies = Copies(module, form, context.model)
     except Exception as error:
         why = f"no copy of it can be made ({type(error).__name__}: {error})"
         raise ValueError(f"{where} cannot be tried, since {why}: {_OWN_MODULE}; {LEAVE_OUT}") from error
-    first = first._replace(casts=copies.casts)
+    first = Candidate("", module, form, "layer", None, RELU, None, casts=copies.casts, steps=known.steps)
     beyond = reason = _beyond_a_layer(module, form)
     if not beyond:
         attributes = _callables(module, form)
@@ -333,7 +323,7 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
             # a norm before it may keep values from the activation
             kinds = list(filter(None, [family_of(act, dtype)]))  # type: ignore[arg-type]
         elif own and not base.steps:
-            kinds = family(module, base.form.gated)
+            kinds = equivalence.family(module, base.form.gated)
         for kind in kinds:
             candidate = base._replace(activation=kind)
             if why := differs(candidate, still, alone=True):
@@ -389,7 +379,7 @@ def _callables(module: nn.Module, form: Form, blocks: bool = False) -> list[str]
 def _likeness(module: nn.Module) -> Any:
     """A key that is equal for two modules only if they compute the same function of x and their weights."""
     plain = (str, bool, int, float, type(None))
-    attributes = {key: value for key, value in vars(module).items() if key not in _MACHINERY}
+    attributes = {key: value for key, value in vars(module).items() if key not in equivalence.MACHINERY}
     return (
         type(module),
         tuple((key, type(v), v if isinstance(v, plain) else id(v)) for key, v in attributes.items()),

@@ -43,7 +43,8 @@ _WRITTEN = {"silu": "SiLU", "gelu": "GELU", "sigmoid": "sigmoid", "tanh": "tanh"
 # An activation that cannot run here, since it compiles itself, by the class of its autograd.Function.
 _COMPILED = {"fla.modules.activations.ops.SquaredReLUFunction": Activation("relu2")}
 
-_MACHINERY = frozenset(vars(nn.Module()))
+# The attributes that all modules have.
+MACHINERY = frozenset(vars(nn.Module()))
 
 
 class Form(NamedTuple):
@@ -251,9 +252,6 @@ def _apart() -> Iterator[None]:
         random.setstate(state)
 
 
-# Copies and their runs
-
-
 def _draw(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu", dtype=_F32)
 
@@ -302,10 +300,8 @@ def _stand_in(generator: torch.Generator, tensor: Tensor, is_parameter: bool, sh
 
 
 def _input(setting: Setting, k: int) -> Tensor:
-    x = _draw(torch.Generator().manual_seed(1), *setting.lead, k) * setting.scale
-    scales = torch.tensor([1.0, 0.0, 0.1, 10.0], device="cpu").repeat(math.prod(setting.lead))[
-        : math.prod(setting.lead)
-    ]
+    x, rows = _draw(torch.Generator().manual_seed(1), *setting.lead, k) * setting.scale, math.prod(setting.lead)
+    scales = torch.tensor([1.0, 0.0, 0.1, 10.0], device="cpu").repeat(rows)[:rows]
     return (x * scales.view(*setting.lead, 1)).to(setting.x_dtype or setting.dtype)
 
 
@@ -314,7 +310,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, inner in module.named_modules():
         for key, value in vars(inner).items():
-            for place, leaf in enumerate(tree_leaves(value) if key not in _MACHINERY else ()):
+            for place, leaf in enumerate(tree_leaves(value) if key not in MACHINERY else ()):
                 if isinstance(leaf, (Tensor, int, float, str)):
                     at = ".".join(filter(None, ("self", name, key))) + f", place {place}" * (place > 0)
                     found[at] = leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from twell.nn.converted import below
+from twell.nn.pairs import PairDown
+
 _TRANSFORMERS, _TORCH, _FLA = "transformers.models.", "torch.nn.modules.transformer", "fla.models."
 
 
@@ -90,17 +93,21 @@ def known_class(module: Any) -> tuple[str, str] | None:
     return None
 
 
-def known(module: nn.Module, names_of: Any) -> Known | None:
-    """What the tables say of a module's class.
+def has_children(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether a module has children of these names, none of which is of a pair already."""
+    children = [below(module, name) for name in names]
+    return all(child is not None and not isinstance(child, PairDown) for child in children)
 
-    names_of: a function that says whether the module has children of some names.
-    """
+
+def known(module: nn.Module) -> Known | None:
+    """What the tables say of a module's class."""
     root, name = known_class(module) or ("", "")
     if root == _TRANSFORMERS and name in _GIVEN:
         return _GIVEN[name]
     if root == _TRANSFORMERS and name.endswith(_LAYER_ENDS):
-        return next((Known(names) for names in _LAYERS if names_of(names)), None)
-    return next((each for each in _PAIRS if root and names_of(each.names) and _applies(module, each.attribute)), None)
+        return next((Known(names) for names in _LAYERS if has_children(module, names)), None)
+    pairs = (each for each in _PAIRS if root and has_children(module, each.names))
+    return next((each for each in pairs if _applies(module, each.attribute)), None)
 
 
 def _applies(module: Any, attribute: str) -> bool:
