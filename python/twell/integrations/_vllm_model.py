@@ -178,17 +178,11 @@ def _of_transformers(model: nn.Module) -> dict[str, FFN | str]:
 
 
 def _as_linear(weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Turn down weights that are stored by rows of neurons to those of nn.Linear.
-
-    Raises ValueError, with the name of the weight, for one of another shape.
-    """
+    """Turn down weights that are stored by rows to those of nn.Linear. Raises as ``layouts.lies_by_rows``."""
     sizes = config.hidden_size, config.intermediate_size
     for name, weight in weights:
-        if layouts.is_down(name):
-            try:
-                weight = weight.t() if layouts.lies_by_rows(weight.shape, *sizes) else weight
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+        if layouts.is_down(name) and layouts.lies_by_rows(weight.shape, *sizes, name=name):
+            weight = weight.t()
         yield name, weight
 
 

@@ -124,14 +124,15 @@ def is_down(name: str) -> bool:
     return _DOWN.search(name) is not None
 
 
-def lies_by_rows(shape: Sequence[int], hidden: int, intermediate: int) -> bool:
+def lies_by_rows(shape: Sequence[int], hidden: int, intermediate: int, name: str = "") -> bool:
     """Whether a down weight of ``shape``, in a layer of these sizes, is [intermediate, hidden].
 
-    Raises ValueError for another shape, and for a square one, of which nothing is guessed.
+    Raises ValueError, with ``name``, for another shape, and for a square one, of which nothing is guessed.
     """
-    linear, rows = [hidden, intermediate], [intermediate, hidden]
+    linear, rows, where = [hidden, intermediate], [intermediate, hidden], f"{name}: " if name else ""
     if linear == rows or list(shape) not in (linear, rows):
-        raise ValueError(f"the down weight must be {linear} or {rows}, whose order tells the layout, got {list(shape)}")
+        expected = f"the down weight must be {linear} or {rows}, whose order tells the layout"
+        raise ValueError(f"{where}{expected}, got {list(shape)}")
     return list(shape) == rows
 
 

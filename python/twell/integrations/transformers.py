@@ -286,17 +286,15 @@ def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> O
     if dequantize and isinstance(stored, dict) and stored.get("quant_method") in ("fp8", "compressed-tensors"):
         config.quantization_config = stored | {"dequantize": True}
     options |= {"config": config, "output_loading_info": True}
-    if causal is None:
-        loaded, about = AutoModelForCausalLM.from_pretrained(model, **options)
-        require_read(loaded, about)
-        return Opened(loaded, own, entries, settings, {})
-    reader: Any = type(causal.__name__, (_Reader, causal), {"_found": {}})
-    loaded, about = reader.from_pretrained(model, **options)
-    loaded.__class__ = causal
-    # the marker is of files
-    vars(loaded.config).pop(layouts.LAYOUT_KEY, None)
+    found: dict[str, Compaction] = {}
+    reader: Any = causal and type(causal.__name__, (_Reader, causal), {"_found": found})
+    loaded, about = (reader or AutoModelForCausalLM).from_pretrained(model, **options)
+    if causal is not None:
+        loaded.__class__ = causal
+        # the marker is of files
+        vars(loaded.config).pop(layouts.LAYOUT_KEY, None)
     require_read(loaded, about)
-    return Opened(loaded, own, entries, settings, reader._found)
+    return Opened(loaded, own, entries, settings, found)
 
 
 def read_configuration(model: str | Path, where: dict[str, Any]) -> Any:
@@ -356,10 +354,7 @@ def _rows(model: Any, stored: dict[str, Tensor]) -> list[str]:
         # save_pretrained of a compacted model writes nn.Linear's layout
         compacted = not marked and f"{name.rsplit('.', 2)[0]}{_KEPT}" in stored
         if shape is not None and not (compacted and shape == stored[name].shape):
-            try:
-                found += [name] * layouts.lies_by_rows(stored[name].shape, *shape)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+            found += [name] * layouts.lies_by_rows(stored[name].shape, *shape, name=name)
     if found and getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{found[0]}: quantised weights must be [hidden, intermediate], got [intermediate, hidden]")
     return found

@@ -178,18 +178,19 @@ def observe(
         mask, count = bound.get(f"{'decoder_' * decoder}attention_mask"), math.prod(x.shape[:-1])
         tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
         ids = next((t for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
-        shape = (x.shape[0], -1) if x.dim() > 2 else (1, count)
+        sequences = x.shape[0] if x.dim() > 2 else 1
         if x.dim() < 3 and ids is not None and not paired:
             if ids.numel() != count:
                 raise ValueError(f"{at.name}: expected the batch's {ids.numel()} tokens, got {count}")
-            shape = (ids.shape[0], -1)
-        present = torch.ones(count, dtype=torch.bool, device=x.device).view(shape)
+            sequences = ids.shape[0]
+        shape = [sequences, count // sequences]
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            if present.shape != mask.shape and not bool(mask.all()):
-                got = f"{list(present.shape)} tokens for a mask of {list(mask.shape)}"
+            if list(mask.shape) == shape:
+                return mask.bool().to(x.device).flatten()
+            if not bool(mask.all()):
+                got = f"{shape} tokens for a mask of {list(mask.shape)}"
                 raise ValueError(f"{at.name}: expected the tokens of the batch's mask, sequences first, got {got}")
-            present = mask.bool().to(x.device) if present.shape == mask.shape else present
-        return present.flatten()
+        return torch.ones(count, dtype=torch.bool, device=x.device)
 
     def hook(i: int) -> Callable[..., None]:
         def called(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], y: Any = None) -> None:

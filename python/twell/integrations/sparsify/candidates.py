@@ -94,10 +94,7 @@ class Candidate(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What all modules of a model are examined with.
-
-    put: what puts a candidate's layer in its place. examined: what was found in earlier modules.
-    """
+    """What all modules of a model are examined with; ``put`` puts a candidate's layer in its place."""
 
     model: nn.Module
     strategy: str
@@ -256,11 +253,12 @@ def _prove(
         forms = (form, form._replace(fused="up first")) if form.fused else (form,)
         found = _run([layer._replace(form=each) for each in forms], copies, context)
         if not isinstance(found, str):
-            for child, role in _misnamed(found[0].form).items():
-                raise ValueError(
-                    f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that is "
-                    f"its {role or 'gate and up in one'}: rename the child; {LEAVE_OUT}"
-                )
+            for child, role in zip(form.children, ("", "down_proj") if form.fused else GATED if form.gated else PLAIN):
+                if child in GATED and child != role:
+                    raise ValueError(
+                        f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that "
+                        f"is its {role or 'gate and up in one'}: rename the child; {LEAVE_OUT}"
+                    )
             return found
         reason = f"it must compute {_formula(form)} with an elementwise activation and nothing else: {found}"
     if type(module) is nn.Sequential:
@@ -351,12 +349,6 @@ def _formula(form: Form) -> str:
     if form.fused:
         return f"{form.down}(act(gate) * up), of the halves of {form.children[0]}(x),"
     return f"{form.down}(act({form.inputs[0]}(x)){f' * {form.inputs[1]}(x)' if form.gated else ''})"
-
-
-def _misnamed(form: Form) -> dict[str, str]:
-    """The children that have the name of another projection in layers of twell, and which they are."""
-    roles = ("", "down_proj") if form.fused else GATED if form.gated else PLAIN
-    return {child: role for child, role in zip(form.children, roles) if child in GATED and child != role}
 
 
 def _callables(module: nn.Module, form: Form, blocks: bool = False) -> list[str]:

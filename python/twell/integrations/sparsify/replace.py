@@ -271,9 +271,8 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
     if any(candidate.stored for candidate in planned.candidates):
         quantised.settle(model)
     if planned.candidates:
-        logger.info(
-            "layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model"
-        )
+        first = planned.candidates[0].layer or "the model"
+        logger.info("layers taken: %d, the first %s", len(planned.candidates), first)
     if planned.unknown:
         logger.warning("%s", planned.unknown)
     if planned.remarks:
