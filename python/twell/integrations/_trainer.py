@@ -48,8 +48,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     The model's forward pass must return a loss. In training mode the callback adds to it the term of
     ``recipe.TargetSparsity`` or ``coefficient`` times the warm-up's factor times ``recipe.l1_term``. A step's gradient
     is then that of Trainer's loss plus the mean of the term over micro-batches and ranks, however Trainer weighs the
-    former: by tokens or by batches, over devices or not, with fewer micro-batches in the last step of an epoch. The
-    loss that Trainer logs includes the term; evaluation does not.
+    former. The loss that Trainer logs includes the term; evaluation does not.
 
     Logs of training steps, and ``state.log_history``, gain ``sparsity_l0`` and ``sparsity_l1``, the means over layers
     since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the current one; with

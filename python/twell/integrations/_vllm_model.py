@@ -145,10 +145,7 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
 
 
 def _of_transformers(model: nn.Module) -> dict[str, FFN | str]:
-    """The FFNs of a model of transformers that has no weights yet, by name; why not, for those that only look like one.
-
-    A module counts if copies of it, run with small weights, compute the layer and nothing else.
-    """
+    """The FFNs of a model of transformers that has no weights yet, by name; why not, for those that look like one."""
     found: dict[str, FFN | str] = {}
     # sizes are those of a rank, see ``why_not``
     context = candidates.Context(model, "dense", put, {})

@@ -177,8 +177,7 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
 class Opened(NamedTuple):
     """A saved model in its stock class, and what its files say of its layers.
 
-    own: the activations that no stock class has, by the keys that named them. entries: its record, or None. settings:
-    of layers. compactions: of compacted ones, by name.
+    own: the activations that no stock class has, by the keys that named them. entries: its record, or None.
     """
 
     model: Any
@@ -258,9 +257,7 @@ class Opened(NamedTuple):
 def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> Opened:
     """The causal model in a folder or on the Hub before its layers run through twell, and what its files say of them.
 
-    ``dequantize``: weights in e4m3 to 16 bits.
-
-    Raises as ``load``.
+    ``dequantize``: weights in e4m3 to 16 bits. Raises as ``load``.
     """
     config = read_configuration(model, {key: options[key] for key in _WHERE if key in options})
     # transformers prefers registered classes

@@ -114,10 +114,7 @@ def apart(layers: Sequence[LayerSparsity], ranks: int = 1) -> float:
 
 
 def most_nonzeros(shape: Shape, call: Call, card: Card | None = None) -> int:
-    """The most non-zeros per token with which a layer (gated, K, N) pays if tokens fire independently, or 0.
-
-    At most ``MOST_SHARE`` of its neurons.
-    """
+    """The most non-zeros per token, or 0, with which a layer pays if tokens fire up to ``MOST_SHARE`` independently."""
     n = shape[2]
 
     def pays(nonzeros: int) -> bool:

@@ -93,13 +93,17 @@ class Candidate(NamedTuple):
         return self.name if self.kind == "layer" else f"{self.name}.{self.form.down}".removeprefix(".")
 
 
+# A candidate with the name of its activation as the one that is replaced, and that activation if it is of the family.
+Examined = tuple[Candidate, Activation | None]
+
+
 class Context(NamedTuple):
     """What all modules of a model are examined with; ``put`` puts a candidate's layer in its place."""
 
     model: nn.Module
     strategy: str
     put: Callable[[Candidate, dict[str, Any]], object]
-    examined: dict[Any, tuple[Candidate, Activation | None]]
+    examined: dict[Any, Examined]
 
 
 def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -162,11 +166,8 @@ def label(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-def examine(name: str, module: nn.Module, known: Known, context: Context) -> tuple[Candidate, Activation | None]:
-    """Make ``module`` a candidate; raise TypeError or ValueError if it cannot be replaced as it is.
-
-    Returns it with the name of its activation as the one that is replaced, and that activation if it is of the family.
-    """
+def examine(name: str, module: nn.Module, known: Known, context: Context) -> Examined:
+    """Make ``module`` a candidate; raise TypeError or ValueError if it cannot be replaced as it is."""
     where = label(name, module)
     children: dict[str, Any] = {child: module.get_submodule(child) for child in known.names}
     try:
@@ -214,9 +215,7 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     return candidate._replace(name=name, module=module), of
 
 
-def _known_pair(
-    where: str, name: str, module: nn.Module, form: Form, known: Known, context: Context
-) -> tuple[Candidate, Activation | None]:
+def _known_pair(where: str, name: str, module: nn.Module, form: Form, known: Known, context: Context) -> Examined:
     """As ``examine``, for a block of a class whose code is known: it is not run."""
     act = operator.attrgetter(known.attribute)(module)
     _require_unhooked(where, {known.attribute: act})
@@ -236,9 +235,7 @@ def _known_pair(
     return candidate, context.examined[likeness][1]
 
 
-def _prove(
-    where: str, module: nn.Module, form: Form, known: Known, context: Context
-) -> tuple[Candidate, Activation | None]:
+def _prove(where: str, module: nn.Module, form: Form, known: Known, context: Context) -> Examined:
     """As ``examine``, by running copies: of the module as a layer, else as a block with a pair in it."""
     try:
         copies = Copies(module, form, context.model)
@@ -290,7 +287,7 @@ def _beyond_a_layer(module: nn.Module, form: Form) -> str:
     return f"it has a {lost[0]} of its own, which would be lost" if lost else ""
 
 
-def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Candidate, Activation | None] | str:
+def _run(bases: list[Candidate], copies: Copies, context: Context) -> Examined | str:
     """The candidate among some that computes what its module does, and its activation; else why there is none.
 
     Each is tried with the activations of the family, then with ReLU in place of what the module has.
@@ -400,17 +397,14 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
     weight: Tensor = linear.weight
     parts = {**linear._parameters, **linear._buffers, **linear._modules}
     plain = parts.keys() == {"weight", "bias"} and {type(p) for p in parts.values()} <= {nn.Parameter, type(None)}
-    if (
-        not plain
-        or hasattr(weight, "ds_id")
-        or list(getattr(weight, "shape", ())) != [linear.out_features, linear.in_features]
-    ):
+    shape = [linear.out_features, linear.in_features]
+    if not plain or hasattr(weight, "ds_id") or list(getattr(weight, "shape", ())) != shape:
         shown = (f"{key}, a {type(p).__name__} {list(getattr(p, 'shape', ()))}" for key, p in parts.items())
         raise TypeError(
-            f"{where} must have a weight [{linear.out_features}, {linear.in_features}] and a bias alone, as plain "
-            f"nn.Parameters, got {'; '.join(shown)}: call sparsify_ before sharding, quantising and "
-            "deepspeed.initialize. What DeepSpeed's ZeRO-3 has partitioned must be loaded in a new process without "
-            f"deepspeed.zero.Init, which replaces F.linear for good, and trained by ZeRO-1 or 2; {LEAVE_OUT}"
+            f"{where} must have a weight {shape} and a bias alone, as plain nn.Parameters, got {'; '.join(shown)}: "
+            "call sparsify_ before sharding, quantising and deepspeed.initialize. What DeepSpeed's ZeRO-3 has "
+            "partitioned must be loaded in a new process without deepspeed.zero.Init, which replaces F.linear for "
+            f"good, and trained by ZeRO-1 or 2; {LEAVE_OUT}"
         )
     if linear.bias is not None and linear.bias.dtype != weight.dtype:
         raise TypeError(f"{where}.bias must be {weight.dtype} as its weight, got {linear.bias.dtype}; {LEAVE_OUT}")

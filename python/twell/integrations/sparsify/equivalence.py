@@ -140,10 +140,7 @@ class Copies:
             self.casts = not isinstance(self.run(_MIXED, {}), str)
 
     def run(self, setting: Setting, put: Put, replace: Replace | None = None, seed: int = 0) -> Any:
-        """What a copy computes, in which ``replace`` may put something; a text if it raised an error.
-
-        Those are outputs, gradients, parameters, buffers, and the attributes that the run has set.
-        """
+        """Outputs, gradients and state of a copy in which ``replace`` may put something; a text if that raises."""
         module = copy.deepcopy(self._made).to(setting.dtype).train(setting.training)
         for name, value in put.items():
             holder, _, key = (name or "").rpartition(".")
@@ -162,10 +159,7 @@ class Copies:
 def difference(
     copies: Copies, replace: Replace, dtype: torch.dtype, put: Put = NOTHING, settings: Sequence[Setting] = SETTINGS
 ) -> tuple[int, str] | None:
-    """How a module differs from what ``replace`` makes of it, after so many settings; None if it does not.
-
-    dtype: of the model.
-    """
+    """How a module of a model in ``dtype`` differs from what ``replace`` makes of it, and after how many settings."""
     with _apart():
         for after, given in enumerate(settings):
             setting = given._replace(dtype=given.dtype or dtype)

@@ -69,8 +69,7 @@ def sparsify_(
     - those that ``names`` tells by the names of their ``nn.Linear`` children: gate, up [N, K] and down [K, N]; up and
       down; or gate and up in one [2 N, K] and down, read as two views. "a.b" is the child b of a child a.
 
-    Others stay as they are. If they look like feed-forward layers, one line of the log says so, with the call that
-    tries them.
+    Others stay as they are. Of those that look like feed-forward layers a line of the log has the call that tries them.
 
     A module that is a layer as a whole stays the same object and becomes one of ``twell.nn`` with the same children. In
     any other block two layers become a pair: the first and the activation leave their work to the second. Parameters
@@ -81,9 +80,8 @@ def sparsify_(
     Projections that transformers has loaded in e4m3 become a ``twell.nn.Float8MLP``, for inference, or a layer in
     bfloat16 of dequantised weights, which a warning says; ``save_pretrained`` refuses from then on. Others may have
     adapters of peft, or weights that bitsandbytes holds in 4 bits or torchao in a weight-only format. docs/models.md
-    says which run sparse, what else may be put around layers later, and what is checked: two copies of a module run on
-    the CPU with small random weights, one of them with the layer or the pair in it. The model's own modules are never
-    run, and its tensors are neither read nor needed, except for buffers: it may be on ``meta``.
+    says which run sparse, what else may be put around layers later, and what is checked. The model's own modules are
+    never run, and its tensors are neither read nor needed, except for buffers: it may be on ``meta``.
 
     Args:
         model: any module that is or contains such layers; for a model of transformers see
