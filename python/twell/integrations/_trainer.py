@@ -247,11 +247,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.tracker is None or logs is None or not {"loss", "learning_rate"} <= logs.keys():
             return
         stats = self.tracker.read()
-        figures = {f"sparsity_{name}": value for name, value in stats.summary().items()}
-        if self.target is None:
-            figures["sparsity_coefficient"] = self._coefficient(self._step)
-        else:
-            figures |= {f"sparsity_{name}": value for name, value in self.target.read().items() if name != "non_zeros"}
+        steered = {"coefficient": self._coefficient(self._step)} if self.target is None else self.target.read()
+        steered.pop("non_zeros", None)
+        figures = {f"sparsity_{name}": value for name, value in (stats.summary() | steered).items()}
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             of_layers = [None if row.l0 is None else round(row.l0, 3) for row in stats.layers]

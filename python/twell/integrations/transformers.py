@@ -112,7 +112,7 @@ def sparsify(
 def _settle(model: Any) -> None:
     """See to layers that were made just now."""
     layers = _sparsify.layers(model).values()
-    for layer in (*layers, *(module for module in model.modules() if isinstance(module, Float8MLP))):
+    for layer in (*layers, *_sparsify.layers(model, Float8MLP).values()):
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True

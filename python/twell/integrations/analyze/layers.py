@@ -65,16 +65,13 @@ def found(model: nn.Module, names: sparsify.Names | None = None) -> tuple[list[W
     from 0 if names do not distinguish layers. Raises as ``sparsify_`` if there are no layers and no experts.
     """
     routed = _stacked(model)
-    made: dict[str, Any] = dict(sparsify.layers(model))
-    made |= {name: module for name, module in model.named_modules() if isinstance(module, Float8MLP)}
-    candidates: list[sparsify.Candidate] = []
+    made = sparsify.layers(model) | sparsify.layers(model, Float8MLP)
     if names is not None or not made:
         try:
-            served = [each.module for each in routed]
-            candidates = sparsify.plan(model, None, None, "dense", names, served, some=True).candidates
+            planned = sparsify.plan(model, None, None, "dense", names, [each.module for each in routed], some=True)
         except (TypeError, ValueError) as error:
             raise type(error)(re.sub(r"\bsparsify_", "analyze", str(error))) from error
-    made |= {candidate.layer: candidate for candidate in candidates}
+        made |= {candidate.layer: candidate for candidate in planned.candidates}
     layers = [
         _candidate(each, number) if isinstance(each, sparsify.Candidate) else _layer(name, number, each)
         for (name, each), number in zip(made.items(), numbers(made))
