@@ -28,7 +28,8 @@ from twell.nn.float8 import Float8MLP
 from twell.runtime.log import logger
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
     from transformers.modeling_utils import load_state_dict
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:
@@ -45,9 +46,6 @@ _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfol
 
 # The ends of names that scales of quantised weights have in files.
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
-
-# Configurations that read those of sparse models.
-_STOCK = {"LlamaConfig": LlamaConfig, "Qwen2Config": Qwen2Config}
 
 # The end of the name that the mask of a compacted layer has in files; version 0.3 wrote the removed rows beside it.
 _KEPT = ".compaction.kept"
@@ -296,12 +294,12 @@ def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> O
 
 def read_configuration(model: str | Path, where: dict[str, Any]) -> Any:
     """The configuration of a model; that of a sparse one as its stock class has it, with the marker of its files."""
-    content, _ = LlamaConfig.get_config_dict(model, **where)
+    content, _ = transformers.LlamaConfig.get_config_dict(model, **where)
     stock = layouts.stock_of_sparse(content)
     if stock is None:
         return AutoConfig.from_pretrained(model, **where)
     fields = layouts.as_stock(content) | {"name_or_path": str(model)}
-    return _STOCK[stock].from_dict(fields)
+    return getattr(transformers, stock).from_dict(fields)
 
 
 class _Reader:

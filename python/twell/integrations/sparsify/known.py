@@ -64,7 +64,6 @@ _GIVEN = {
 
 # An nn.Sequential of Linear, activation and Linear that its owner calls as a whole.
 SEQUENCE = Known(("0", "2"))
-_SEQUENCES = {"EncoderLayer": "ffn"}
 
 # Children of which a module of another class may be a layer; to say so is all that is done with it.
 LIKELY = (*_LAYERS, ("linear_1", "linear_2"), ("w1", "w2"), ("w_1", "w_2"), ("intermediate.dense", "output.dense"))
@@ -115,7 +114,6 @@ def _applies(module: Any, attribute: str) -> bool:
     return callable(functools.reduce(lambda part, key: getattr(part, key, None), attribute.split("."), module))
 
 
-def known_sequence(module: nn.Module) -> str:
-    """The name of a child of this module that is a ``SEQUENCE``; or ""."""
-    root, name = known_class(module) or ("", "")
-    return _SEQUENCES.get(name, "") if root == _TRANSFORMERS else ""
+def sequence_of(module: nn.Module) -> nn.Module | None:
+    """The child of this module that is a ``SEQUENCE``, if there is one."""
+    return module._modules.get("ffn") if known_class(module) == (_TRANSFORMERS, "EncoderLayer") else None

@@ -15,7 +15,7 @@ from twell.call.plain import of_torch, own_code
 from twell.choose.plan import Facts, routed
 from twell.integrations.sparsify import candidates, quantised
 from twell.integrations.sparsify.candidates import LEAVE_OUT, Candidate, label
-from twell.integrations.sparsify.known import LIKELY, SEQUENCE, Known, has_children, known, known_sequence
+from twell.integrations.sparsify.known import LIKELY, SEQUENCE, Known, has_children, known, sequence_of
 from twell.nn import converted
 from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
 from twell.nn.models import named_layers
@@ -142,7 +142,7 @@ def plan(
     unlike: list[Candidate] = []
     unknown: list[tuple[str, tuple[str, ...]]] = []
     remarks: dict[str, str] = {}
-    whole = {id(m._modules.get(known_sequence(m))) for m in model.modules() if known_sequence(m)}
+    whole = {sequence_of(module) for module in model.modules()}
     for name, module in candidates.outside_layers(model):
         if bare := next((group for group in told if all(module._parameters.get(n) is not None for n in group)), None):
             remarks.setdefault(
@@ -150,7 +150,7 @@ def plan(
                 f"{label(name, module)} has {', '.join(bare)} as parameters, which no module applies: call "
                 "twell.sparse_ffn or sparse_gated_ffn on them in its forward",
             )
-        found = SEQUENCE if id(module) in whole else known(module)
+        found = SEQUENCE if module in whole else known(module)
         found = found or next((Known(group) for group in told if has_children(module, group)), None)
         if found and found.sparse and not getattr(module, found.sparse, 0):
             if activation is None:
