@@ -11,8 +11,9 @@ from ffns import BF16, EACH, FORMS, Block, Gated, K, N, Plain, model, take, toke
 from torch import nn
 
 import twell
-from twell.integrations.sparsify import DeferredUp, SparseDown, layers
+from twell.integrations.sparsify import layers
 from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.pairs import DeferredUp, SparseDown
 
 # the forms that make different classes of layers
 KINDS = pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import twell
-from twell.integrations.sparsify import SparseDown, known, layers, sparsify_
+from twell.integrations.sparsify import known, layers, sparsify_
 from twell.nn.layers import SparseGatedMLP
+from twell.nn.pairs import SparseDown
 
 
 class ActNorm(nn.Module):

@@ -15,6 +15,7 @@ from twell.runtime.log import logger
 try:
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import has_length
 except ImportError as error:
     raise ImportError("SparsityCallback is for the Trainer of transformers: pip install 'twell[train]'") from error
 
@@ -42,14 +43,12 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     ``nnz`` is a number of non-zeros per token to train to. With an optimizer such as Adam learning rate * steps *
     sqrt(K) should be above 6 times the root mean square of the gates' weights, better 20 times: Trainer's default of
     5e-5 is mostly too small for some hundreds of steps. A warning says when the L1 term has come to its most and, as
-    training ends, names a miss by more than a tenth. Without ``nnz`` there is a coefficient, the paper's by default,
-    for models of 0.5 to 2 B parameters.
+    training ends, names a miss by more than a tenth. Without ``nnz`` there is a ``coefficient``.
 
     The model's forward pass must return a loss. In training mode the callback adds to it the term of
     ``recipe.TargetSparsity`` or ``coefficient`` times the warm-up's factor times ``recipe.l1_term``. A step's gradient
     is then that of Trainer's loss plus the mean of the term over micro-batches and ranks, however Trainer weighs the
-    former: by tokens or by batches, over devices or not, with fewer micro-batches in the last step of an epoch. The
-    loss that Trainer logs includes the term; evaluation does not.
+    former. The loss that Trainer logs includes the term; evaluation does not.
 
     Logs of training steps, and ``state.log_history``, gain ``sparsity_l0`` and ``sparsity_l1``, the means over layers
     since the last log, ``sparsity_dead``, a share of the neurons, and ``sparsity_coefficient``, the current one; with
@@ -135,8 +134,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._micro_batches = self._scale = 1
         # passes in training mode since Trainer was last heard of, and whether a term of this step has had a gradient
         self._passes, self._arrived = 0, False
-        # of this pass
-        self._mask: Tensor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the layers, hook the model."""
@@ -210,19 +207,20 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note the first step of the epoch."""
         skipped = 0
-        if self._epoch is None and not args.ignore_data_skip and (length := _length(kwargs.get("train_dataloader"))):
-            skipped = state.global_step % max(math.ceil(length / args.gradient_accumulation_steps), 1)
+        loader: Any = kwargs.get("train_dataloader")
+        if self._epoch is None and not args.ignore_data_skip and has_length(loader):
+            skipped = state.global_step % max(math.ceil(len(loader) / args.gradient_accumulation_steps), 1)
         self._epoch = state.global_step, skipped
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the micro-batches of the step: the last step of an epoch may have fewer."""
         self._step, self._micro_batches = state.global_step, args.gradient_accumulation_steps
         self._passes, self._arrived = 0, False
-        length = _length(kwargs.get("train_dataloader"))
-        if length and self._epoch is not None:
+        loader: Any = kwargs.get("train_dataloader")
+        if has_length(loader) and self._epoch is not None:
             begun, skipped = self._epoch
             done = (state.global_step - begun + skipped) * args.gradient_accumulation_steps
-            self._micro_batches = max(min(self._micro_batches, length - done), 1)
+            self._micro_batches = max(min(self._micro_batches, len(loader) - done), 1)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note that the run goes on."""
@@ -249,11 +247,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         if self.tracker is None or logs is None or not {"loss", "learning_rate"} <= logs.keys():
             return
         stats = self.tracker.read()
-        figures = {f"sparsity_{name}": value for name, value in stats.summary().items()}
-        if self.target is None:
-            figures["sparsity_coefficient"] = self._coefficient(self._step)
-        else:
-            figures |= {f"sparsity_{name}": value for name, value in self.target.read().items() if name != "non_zeros"}
+        steered = {"coefficient": self._coefficient(self._step)} if self.target is None else self.target.read()
+        steered.pop("non_zeros", None)
+        figures = {f"sparsity_{name}": value for name, value in (stats.summary() | steered).items()}
         logs.update(figures)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             of_layers = [None if row.l0 is None else round(row.l0, 3) for row in stats.layers]
@@ -316,7 +312,7 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             except RuntimeError as error:
                 # somebody has set them meanwhile
                 logger.warning("the thresholds of the layers stay as they are: %s", error)
-        self.tracker = self.target = self._model = self._state = self._mask = None
+        self.tracker = self.target = self._model = self._state = None
 
     def _coefficient(self, step: int) -> float:
         coefficient = _PAPERS if self.coefficient is None else self.coefficient
@@ -339,7 +335,6 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
                 "mode, got none: its run was interrupted, and the L1 term has been in the loss of this one. The model "
                 "is as it was before now; train again"
             )
-        self._mask = kwargs.get("attention_mask") if self.attention_mask else None
         self.tracker.begin(self._step)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -351,7 +346,8 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
         self._watching = False
         if not self._adds_term:
             return output
-        options: dict[str, Any] = {"several": True, "attention_mask": self._mask}
+        mask = kwargs.get("attention_mask") if self.attention_mask else None
+        options: dict[str, Any] = {"several": True, "attention_mask": mask}
         called = any(layer.aux is not None for layer in recipe.layers(model).values())
         if self.target is None:
             term = recipe.l1_term(model, **options)
@@ -400,14 +396,6 @@ def _with_loss(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return (change(loss), *output[1:])
     output["loss"] = change(loss)
     return output
-
-
-def _length(dataloader: Any) -> int | None:
-    """Batches of an epoch on this rank, None if unknown."""
-    try:
-        return len(dataloader)
-    except TypeError:
-        return None
 
 
 def _loss_scale(args: Any, model: Any) -> int:

@@ -98,10 +98,7 @@ def load_experts(layer: Any) -> None:
 
 
 def _refuse_others(layer: Any) -> None:
-    """Refuse tensors that are loaded into what ``load`` made, whose scales are others than a checkpoint's.
-
-    vLLM's ``reload_weights`` loads into new tensors, which are turned and copied to these.
-    """
+    """Refuse tensors that are loaded into what ``load`` made, whose scales are others than a checkpoint's."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError(

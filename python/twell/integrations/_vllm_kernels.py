@@ -36,8 +36,7 @@ def trouble(
 ) -> str:
     """Run a small layer on a GPU, which loads kernels; return why that fails and what to do, "" if it does not.
 
-    ``dtype``: of the weights. ``experts``: whether it is a layer of experts. A strategy that needs no kernels is not
-    tried.
+    ``dtype``: of the weights. A strategy that needs no kernels is not tried.
     """
     if on.type != "cuda" or route.strategy == "dense" or (not experts and dense_because(route, on)):
         return ""
@@ -68,11 +67,7 @@ def trouble(
 
 
 def described(route: Route, on: torch.device, float8: bool = False, experts: bool = False) -> str:
-    """What layers run on a device: the strategy, and on a GPU who launches its kernels and whose costs "auto" has.
-
-    ``float8``, ``experts``: whether their weights are in e4m3, of which nothing was measured, and whether they are
-    layers of experts, for which "auto" needs no costs.
-    """
+    """What layers run on a device: the strategy, and on a GPU who launches its kernels and whose costs "auto" has."""
     strategy = f'strategy "{route.name}"'
     if not experts and (why := dense_because(route, on)):
         return f'{strategy}, which is "dense": {why}'

@@ -145,10 +145,7 @@ class SparseForCausalLM(TransformersForCausalLM):  # type: ignore[misc]
 
 
 def _of_transformers(model: nn.Module) -> dict[str, FFN | str]:
-    """The FFNs of a model of transformers that has no weights yet, by name; why not, for those that only look like one.
-
-    A module counts if copies of it, run with small weights, compute the layer and nothing else.
-    """
+    """The FFNs of a model of transformers that has no weights yet, by name; why not, for those that look like one."""
     found: dict[str, FFN | str] = {}
     # sizes are those of a rank, see ``why_not``
     context = candidates.Context(model, "dense", put, {})
@@ -157,7 +154,7 @@ def _of_transformers(model: nn.Module) -> dict[str, FFN | str]:
             # a server drops nothing
             module.p = 0.0
     for name, module in model.named_modules():
-        likely = known(module, functools.partial(candidates.has_children, module))
+        likely = known(module)
         if likely is None or candidates.misfit(module, likely.names):
             continue
         try:
@@ -178,17 +175,11 @@ def _of_transformers(model: nn.Module) -> dict[str, FFN | str]:
 
 
 def _as_linear(weights: Iterable[tuple[str, Tensor]], config: Any) -> Iterator[tuple[str, Tensor]]:
-    """Turn down weights that are stored by rows of neurons to those of nn.Linear.
-
-    Raises ValueError, with the name of the weight, for one of another shape.
-    """
+    """Turn down weights that are stored by rows to those of nn.Linear. Raises as ``layouts.lies_by_rows``."""
     sizes = config.hidden_size, config.intermediate_size
     for name, weight in weights:
-        if layouts.is_down(name):
-            try:
-                weight = weight.t() if layouts.lies_by_rows(weight.shape, *sizes) else weight
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+        if layouts.is_down(name) and layouts.lies_by_rows(weight.shape, *sizes, name=name):
+            weight = weight.t()
         yield name, weight
 
 

@@ -24,8 +24,6 @@ except ImportError:
     moe = None
 
 NAME = "twell"
-# What other experts run.
-_OTHERS = "grouped_mm"
 
 
 class Settings(NamedTuple):
@@ -44,6 +42,8 @@ def is_experts(module: nn.Module) -> bool:
     )
 
 
+# found before a trace, or as one begins
+@modes.constant
 def why_not(experts: Any) -> str:
     """Why twell does not compute these experts; "" if it does."""
     dtype = experts.down_proj.dtype
@@ -77,11 +77,9 @@ def forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
 
     Those that twell does not compute run as by "grouped_mm", after a warning with the reason.
     """
-    # found before a trace, or as one begins
-    reason = _reason(experts)
-    if reason:
+    if reason := why_not(experts):
         warn_once(f"{type(experts).__name__} run as without twell: {reason}")
-        others: Callable[..., Tensor] = moe.ALL_EXPERTS_FUNCTIONS[_OTHERS]
+        others: Callable[..., Tensor] = moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"]
         return others(experts, hidden_states, top_k_index, top_k_weights)
     w_gate, w_up = projections(experts)
     if experts._is_expert_parallel:
@@ -102,11 +100,6 @@ def activation(experts: Any) -> Activation:
     found = _settings(experts).activation
     assert found is not None
     return found
-
-
-@modes.constant
-def _reason(experts: Any) -> str:
-    return why_not(experts)
 
 
 if moe is not None:
@@ -139,12 +132,7 @@ def serve(model: Any, experts: list[Any], strategy: str, compression: int) -> No
         own = strategy if strategy in ("dense", "row") else "auto"
         each.__dict__["_twell"] = _settings(each)._replace(strategy=own, compression=compression)
         each.config._experts_implementation = NAME
-        if not model.training:
-            lay(each)
-
-
-def lay(experts: Any) -> None:
-    """Lay the down weights [E, K, N] as the transposed view of a tensor [E, N, K], which kernels read in place."""
-    weight = experts.down_proj
-    if weight.device.type != "meta" and weight.stride(1) != 1:
-        weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+        weight = each.down_proj
+        if not (model.training or weight.is_meta or weight.stride(1) == 1):
+            # [E, K, N] as the transposed view of a tensor [E, N, K], which kernels read in place
+            weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)

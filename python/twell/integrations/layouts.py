@@ -17,8 +17,8 @@ from twell.nn import configuration
 from twell.runtime import geometry
 from twell.runtime.log import warn_once
 
-# Key of config.json by which version 0.3 described files, "linear" or "rows": a loaded model must not save it. While a
-# model is loaded it says that down weights may have either layout.
+# Key of config.json by which version 0.3 described files, "linear" or "rows": a loaded model must not save it. During
+# loading it says that down weights may have either layout.
 LAYOUT_KEY = "sparsity_down_layout"
 
 # Key of config.json with the measured sparsity of each layer, see ``LayerFigures``.
@@ -47,10 +47,7 @@ _ARGUMENT = re.compile(r'\b(strategy|invariant|screen)=("\w+"|True)')
 
 
 def stock_of_sparse(content: Mapping[str, Any]) -> str | None:
-    """The class of configuration that reads files of twell 0.3 and of the paper's code; None of other models.
-
-    Those are known by their model type or architecture or, of the paper's code, by its keys.
-    """
+    """The class of configuration that reads files of twell 0.3 and of the paper's code; None of other models."""
     kind, named = content.get("model_type"), content.get("architectures") or ()
     theirs = UNGATED_KEY in content or NEURONS_KEY in content
     for architecture, (stock, (own, paper)) in SPARSE.items():
@@ -124,14 +121,15 @@ def is_down(name: str) -> bool:
     return _DOWN.search(name) is not None
 
 
-def lies_by_rows(shape: Sequence[int], hidden: int, intermediate: int) -> bool:
+def lies_by_rows(shape: Sequence[int], hidden: int, intermediate: int, *, name: str = "") -> bool:
     """Whether a down weight of ``shape``, in a layer of these sizes, is [intermediate, hidden].
 
-    Raises ValueError for another shape, and for a square one, of which nothing is guessed.
+    Raises ValueError, with ``name``, for another shape, and for a square one, of which nothing is guessed.
     """
-    linear, rows = [hidden, intermediate], [intermediate, hidden]
+    linear, rows, where = [hidden, intermediate], [intermediate, hidden], f"{name}: " if name else ""
     if linear == rows or list(shape) not in (linear, rows):
-        raise ValueError(f"the down weight must be {linear} or {rows}, whose order tells the layout, got {list(shape)}")
+        expected = f"the down weight must be {linear} or {rows}, whose order tells the layout"
+        raise ValueError(f"{where}{expected}, got {list(shape)}")
     return list(shape) == rows
 
 

@@ -7,8 +7,7 @@ from torch import nn
 
 from twell.base.arguments import require
 from twell.call.plain import HOOKS
-from twell.integrations.sparsify.quantised import Stored
-from twell.integrations.sparsify.quantised import layer as quantised_layer
+from twell.integrations.sparsify import quantised
 from twell.integrations.sparsify.replace import Model
 from twell.nn.converted import NamedGatedMLP, NamedMLP
 from twell.nn.float8 import Float8MLP
@@ -59,12 +58,12 @@ def _quantised(model: nn.Module, name: str, layer: SparseFFN, granularity: Granu
             got = f"{operand.dtype} on {operand.device}; model.bfloat16() makes them"
             raise TypeError(f"quantize_: layer {name!r} must have bfloat16 weights in memory, got {got}")
     stored = [
-        Stored(quantize(weight.detach(), granularity), None if bias is None else bias.detach(), None)
+        quantised.Stored(quantize(weight.detach(), granularity), None if bias is None else bias.detach(), None)
         for weight, bias in found
     ]
     settings = "activation", "threshold", "strategy", "invariant", "compression"
     options = {"fast_accum": fast_accum, **{name: getattr(layer, name) for name in settings}}
-    made: Float8MLP = quantised_layer(dict(zip(layer._projections, stored)), isinstance(layer, SparseDown), options)
+    made: Float8MLP = quantised.layer(dict(zip(layer._projections, stored)), isinstance(layer, SparseDown), options)
     made.dropped = layer._dropped_by()
     return made.train(layer.training)
 

@@ -29,7 +29,6 @@ except ImportError:
 
 __all__ = ["from_sae_lens", "to_sae_lens"]
 
-_NORMALISED = ("constant_norm_rescale", "layer_norm")
 _CLASSES = (
     *(sae_lens.StandardSAE, sae_lens.StandardTrainingSAE, sae_lens.JumpReLUSAE, sae_lens.JumpReLUTrainingSAE),
     *(sae_lens.TopKSAE, sae_lens.TopKTrainingSAE, sae_lens.BatchTopKTrainingSAE),
@@ -50,7 +49,7 @@ def from_sae_lens(sae: SAE[Any], strategy: Strategy | AutoStrategy = "auto") -> 
         names = ", ".join(each.__name__ for each in _CLASSES)
         raise TypeError(f"sae must be exactly one of SAELens' {names}, got {type(sae).__name__}")
     cfg = sae.cfg
-    if cfg.normalize_activations in _NORMALISED or cfg.reshape_activations != "none":
+    if cfg.normalize_activations in ("constant_norm_rescale", "layer_norm") or cfg.reshape_activations != "none":
         got = f'"{cfg.normalize_activations}" and "{cfg.reshape_activations}"'
         raise ValueError(f"sae must normalise and reshape no activations, got {got}")
     if sae.W_dec.shape[1] != cfg.d_in:

@@ -28,13 +28,8 @@ from twell.nn.float8 import Float8MLP
 from twell.runtime.log import logger
 
 try:
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        LlamaConfig,
-        PreTrainedModel,
-        Qwen2Config,
-    )
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
     from transformers.modeling_utils import load_state_dict
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 except ImportError:
@@ -49,14 +44,8 @@ __all__ = ["SparsityCallback", "load", "sparsify"]
 # Arguments of from_pretrained that say where files are; the configuration is read with the same ones.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
-# Methods of quantisation that may have weights in e4m3.
-_OF_E4M3 = ("fp8", "compressed-tensors")
-
 # The ends of names that scales of quantised weights have in files.
 _SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
-
-# Configurations that read those of sparse models.
-_STOCK = {"LlamaConfig": LlamaConfig, "Qwen2Config": Qwen2Config}
 
 # The end of the name that the mask of a compacted layer has in files; version 0.3 wrote the removed rows beside it.
 _KEPT = ".compaction.kept"
@@ -95,7 +84,9 @@ def sparsify(
 
     Raises TypeError or ValueError and changes nothing, as ``twell.sparsify_``.
     """
-    outer, model = model, _within_peft(model)
+    outer = model
+    if "peft.peft_model.PeftModel" in (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__):
+        model = model.get_base_model()
     if not isinstance(model, PreTrainedModel):
         got = f"got {type(model).__name__}; compile it afterwards, and use twell.sparsify_ for other modules"
         raise TypeError(f"sparsify: model must be a transformers.PreTrainedModel, {got}")
@@ -119,7 +110,7 @@ def sparsify(
 def _settle(model: Any) -> None:
     """See to layers that were made just now."""
     layers = _sparsify.layers(model).values()
-    for layer in (*layers, *(module for module in model.modules() if isinstance(module, Float8MLP))):
+    for layer in (*layers, *_sparsify.layers(model, Float8MLP).values()):
         for module in layer.modules():
             # transformers would initialise modules without this mark when more weights are loaded later
             module._is_hf_initialized = True
@@ -141,12 +132,6 @@ def _keys_of(model: Any, candidates: list[_sparsify.Candidate]) -> dict[configur
             "the same; save_pretrained then records it for load alone, and the stock class has the old one"
         ) from error
     return named
-
-
-def _within_peft(model: Any) -> Any:
-    """The model inside a ``PeftModel``, or the model itself."""
-    kinds = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__]
-    return model.get_base_model() if "peft.peft_model.PeftModel" in kinds else model
 
 
 def load(model: str | Path, *, strategy: Strategy | None = None, compression: int | None = None, **options: Any) -> Any:
@@ -190,8 +175,7 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
 class Opened(NamedTuple):
     """A saved model in its stock class, and what its files say of its layers.
 
-    own: the activations that no stock class has, by the keys that named them. entries: its record, or None. settings:
-    of layers. compactions: of compacted ones, by name.
+    own: the activations that no stock class has, by the keys that named them. entries: its record, or None.
     """
 
     model: Any
@@ -243,9 +227,6 @@ class Opened(NamedTuple):
                     f'"{configuration.RECORD_KEY}" out of the configuration to load the model without it'
                 )
 
-    def _entry(self, module: str) -> record.Entry | None:
-        return next((entry for entry in self.entries or () if entry.has(module)), None)
-
     def _give(self, layers: dict[str, Any]) -> None:
         """Give layers the activation of the record, or that which a key of the configuration has named for them."""
         model, own = self.model, self.own
@@ -259,7 +240,7 @@ class Opened(NamedTuple):
         made = {} if alone or not own else configuration.made_by(model)[0]
         for name, layer in layers.items():
             found = record.layer_of(name, layer)
-            entry = None if found is None else self._entry(found.module)
+            entry = next((each for each in self.entries or () if found is not None and each.has(found.module)), None)
             new = entry.activation if entry else None
             if new is None and own and found is not None and found.activation is not None:
                 act = found.act
@@ -274,9 +255,7 @@ class Opened(NamedTuple):
 def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> Opened:
     """The causal model in a folder or on the Hub before its layers run through twell, and what its files say of them.
 
-    ``dequantize``: weights in e4m3 to 16 bits.
-
-    Raises as ``load``.
+    ``dequantize``: weights in e4m3 to 16 bits. Raises as ``load``.
     """
     config = read_configuration(model, {key: options[key] for key in _WHERE if key in options})
     # transformers prefers registered classes
@@ -298,30 +277,29 @@ def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> O
     own = {} if own_code else configuration.as_stock(config)
     entries = record.read(config)
     stored = getattr(config, "quantization_config", None)
-    if dequantize and isinstance(stored, dict) and stored.get("quant_method") in _OF_E4M3:
+    # methods that may have weights in e4m3
+    if dequantize and isinstance(stored, dict) and stored.get("quant_method") in ("fp8", "compressed-tensors"):
         config.quantization_config = stored | {"dequantize": True}
     options |= {"config": config, "output_loading_info": True}
-    if causal is None:
-        loaded, about = AutoModelForCausalLM.from_pretrained(model, **options)
-        require_read(loaded, about)
-        return Opened(loaded, own, entries, settings, {})
-    reader: Any = type(causal.__name__, (_Reader, causal), {"_found": {}})
-    loaded, about = reader.from_pretrained(model, **options)
-    loaded.__class__ = causal
-    # the marker is of files
-    vars(loaded.config).pop(layouts.LAYOUT_KEY, None)
+    found: dict[str, Compaction] = {}
+    reader: Any = causal and type(causal.__name__, (_Reader, causal), {"_found": found})
+    loaded, about = (reader or AutoModelForCausalLM).from_pretrained(model, **options)
+    if causal is not None:
+        loaded.__class__ = causal
+        # the marker is of files
+        vars(loaded.config).pop(layouts.LAYOUT_KEY, None)
     require_read(loaded, about)
-    return Opened(loaded, own, entries, settings, reader._found)
+    return Opened(loaded, own, entries, settings, found)
 
 
 def read_configuration(model: str | Path, where: dict[str, Any]) -> Any:
     """The configuration of a model; that of a sparse one as its stock class has it, with the marker of its files."""
-    content, _ = LlamaConfig.get_config_dict(model, **where)
+    content, _ = transformers.LlamaConfig.get_config_dict(model, **where)
     stock = layouts.stock_of_sparse(content)
     if stock is None:
         return AutoConfig.from_pretrained(model, **where)
     fields = layouts.as_stock(content) | {"name_or_path": str(model)}
-    return _STOCK[stock].from_dict(fields)
+    return getattr(transformers, stock).from_dict(fields)
 
 
 class _Reader:
@@ -335,18 +313,18 @@ class _Reader:
         cls, model: Any, state_dict: dict[str, Tensor] | None, checkpoint_files: list[str] | None, *args: Any, **kw: Any
     ) -> Any:
         # both versions of transformers call this once files are found and the model is on meta
-        files = checkpoint_files or []
-        stored = state_dict or {
-            name: t for file in files for name, t in load_state_dict(file, map_location="meta").items()
-        }
+        def read(device: str) -> dict[str, Tensor]:
+            files = (load_state_dict(file, map_location=device) for file in checkpoint_files or ())
+            return state_dict or {name: tensor for file in files for name, tensor in file.items()}
+
+        stored = read("meta")
         if any(name.endswith(_KEPT) for name in stored):
             _fit(model, stored)
-            whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
-            for name in [key.removesuffix(_KEPT) for key in whole if key.endswith(_KEPT)]:
-                cls._found[name] = Compaction(whole[name + _KEPT])
+            masks = {name: tensor for name, tensor in read("cpu").items() if name.endswith(_KEPT)}
+            cls._found |= {name.removesuffix(_KEPT): Compaction(mask) for name, mask in masks.items()}
         if hasattr(model.config, layouts.LAYOUT_KEY) and (rows := _rows(model, stored)):
             logger.info("%d down weights are stored [intermediate, hidden]", len(rows))
-            whole = state_dict or {name: t for file in files for name, t in load_state_dict(file).items()}
+            whole = read("cpu")
             state_dict = {**whole, **{name: whole[name].t().contiguous() for name in rows}}
         return super()._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kw)  # type: ignore[misc]
 
@@ -371,10 +349,7 @@ def _rows(model: Any, stored: dict[str, Tensor]) -> list[str]:
         # save_pretrained of a compacted model writes nn.Linear's layout
         compacted = not marked and f"{name.rsplit('.', 2)[0]}{_KEPT}" in stored
         if shape is not None and not (compacted and shape == stored[name].shape):
-            try:
-                found += [name] * layouts.lies_by_rows(stored[name].shape, *shape)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+            found += [name] * layouts.lies_by_rows(stored[name].shape, *shape, name=name)
     if found and getattr(model.config, "quantization_config", None) is not None:
         raise ValueError(f"{found[0]}: quantised weights must be [hidden, intermediate], got [intermediate, hidden]")
     return found

@@ -33,8 +33,6 @@ ACTIVATIONS = ("relu", "relu2", *configuration.OWN)
 
 # Tokens of a typical batch that decodes, and of one with prompts; figures count for the numbers nearest to them.
 BATCH, PROMPTS = 256, 8192
-# Most tokens that are nearer to the former, by powers of two.
-MOST_BATCH = 1024
 
 # Architectures with down_proj(act(gate_proj(x)) * up_proj(x)), whose classes in vLLM refuse ReLU and its family.
 LLAMA_LIKE = (
@@ -136,8 +134,3 @@ def correct(config: Any) -> str:
     if said:
         text.hidden_act = "relu"
     return said
-
-
-def union(figures: layouts.LayerFigures, m: int) -> float:
-    """The union by which "auto" chooses for ``m`` tokens before it has measured any."""
-    return figures.batch if m <= MOST_BATCH else figures.text

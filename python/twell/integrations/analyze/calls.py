@@ -1,6 +1,7 @@
 """What a call of a layer would take by each route: predictions of ``twell.analyze``."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +15,10 @@ from twell.choose.tuning import MERGED_TOKENS
 from twell.integrations.analyze.figures import LayerSparsity
 from twell.runtime import geometry
 
-# Layers are far from what was measured beyond the first factor, and there is no verdict beyond the second.
-FAR, TOO_FAR = 4.0, 8.0
 # Layers that are less than this much faster do not pay: GPUs of one model differ by more.
 PAYS = 1.05
 # Share of neurons beyond which nothing is promised.
 MOST_SHARE = 1 / 4
-# An eager call of up to so many tokens may take as long as the host's work for it (`host.json`).
-HOST_BOUND = 2048
 
 # At its power limit a GPU takes so much longer for dense products of a millisecond or more in a steady run than in the
 # short ones of `twell tune`, and no longer for those of a fifth (NVIDIA H200, 700 W: 16,384 tokens, in `auto.json`
@@ -71,7 +68,10 @@ def predict(
     layer: LayerSparsity, call: Call, card: Card | None = None, ranks: int = 1, requested: Route | None = None
 ) -> Prediction:
     """Predict a call of a rank's part of a layer, by the ``requested`` route or by what "auto" chooses."""
-    problem = _problem((layer.gated, layer.k, layer.n // ranks), call, layer.float8)
+    training, merged = call.kind == "training", call.served and call.tokens <= MERGED_TOKENS
+    sizes = call.tokens, layer.k, layer.n // ranks, layer.gated, training
+    # layers lay their down weight out by rows in inference; in training it is the user's
+    problem = Problem(*sizes, down_copied=training, merged=merged, float8=layer.float8)
     heaviest = None if layer.heaviest is None else layer.heaviest / ranks
     figures = Figures(layer.mean / ranks, layer.union, heaviest, layer.candidates)
     if call.kind == "decoding":
@@ -96,13 +96,6 @@ def predict(
     return Prediction(layer.number, call, route, reason, seconds)
 
 
-def _problem(shape: Shape, call: Call, float8: bool = False) -> Problem:
-    """The sizes of a call. Layers lay their down weight out by rows in inference; in training it is the user's."""
-    gated, k, n = shape
-    training, merged = call.kind == "training", call.served and call.tokens <= MERGED_TOKENS
-    return Problem(call.tokens, k, n, gated, training, down_copied=training, merged=merged, float8=float8)
-
-
 def _dense(problem: Problem, card: Card | None) -> float:
     card = card or cards.SHIPPED
     own = card.float8 or card.rates if problem.float8 else card.rates
@@ -115,19 +108,13 @@ def apart(layers: Sequence[LayerSparsity], ranks: int = 1) -> float:
     def beyond(each: LayerSparsity) -> float:
         return rates.MEASURED["e4m3" if each.float8 else "16 bits"].apart(each.k, each.n // ranks, each.mean / each.n)
 
-    nearest, left = sorted(layers, key=beyond), sum(each.work for each in layers) / 2
-    for each in nearest:
-        left -= each.work
-        if left <= 0:
-            return beyond(each)
-    return beyond(nearest[-1])
+    nearest = sorted(layers, key=beyond)
+    done = list(itertools.accumulate(each.work for each in nearest))
+    return next(beyond(each) for each, work in zip(nearest, done) if 2 * work >= done[-1])
 
 
 def most_nonzeros(shape: Shape, call: Call, card: Card | None = None) -> int:
-    """The most non-zeros per token with which a layer (gated, K, N) pays if tokens fire independently, or 0.
-
-    At most ``MOST_SHARE`` of its neurons.
-    """
+    """The most non-zeros per token, or 0, with which a layer pays if tokens fire up to ``MOST_SHARE`` independently."""
     n = shape[2]
 
     def pays(nonzeros: int) -> bool:
@@ -141,10 +128,3 @@ def most_nonzeros(shape: Shape, call: Call, card: Card | None = None) -> int:
     while step <= n * MOST_SHARE and pays(step):
         most, step = step, max(step + 1, math.floor(step * 1.02))
     return most
-
-
-def totals(predictions: Sequence[Prediction]) -> tuple[float, float | None]:
-    """Seconds of all layers in a call by dense, and by the routes that they would take, None if one is not known."""
-    taken = [each.seconds.get(each.route) for each in predictions]
-    known = [each for each in taken if each is not None]
-    return sum(each.seconds["dense"] for each in predictions), sum(known) if len(known) == len(taken) else None

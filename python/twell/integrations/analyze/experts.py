@@ -1,7 +1,6 @@
 """Counts of a layer of stacked experts, and the time of a step of decoding."""
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,39 +77,30 @@ class ExpertsSparsity:
         }
 
 
-def of_experts(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Each expert with tokens, and the indices of its tokens, by ``ids`` [T, k]."""
-    for expert in torch.unique(ids).tolist():
-        if 0 <= expert < count:
-            yield expert, (ids == expert).any(1).nonzero().flatten()
-
-
 class ExpertsTally:
     """Counts of a layer of experts so far. Tokens of a step of decoding are taken to be independent of each other."""
 
     def __init__(self, watched: WatchedExperts) -> None:
         self.watched = watched
-        first = watched.linears[0]
-        count, device = len(watched.linears), first.weight.device
+        (count, n, _), device = watched.weights.shape, watched.weights.device
         self._pairs = torch.zeros(count, dtype=torch.int64, device=device)
-        self._fired = torch.zeros(count, first.out_features, dtype=torch.int64, device=device)
+        self._fired = torch.zeros(count, n, dtype=torch.int64, device=device)
         self._tokens = self._top = 0
 
     def watch(self, x: Tensor, *given: Tensor) -> None:
         """Count tokens x [T, K]; ``given``: their routes."""
         # beside their weights, in whatever order a model passes them
         ids = next(t for t in given if not t.is_floating_point())
-        for expert, tokens in of_experts(ids, len(self._pairs)):
-            weight, rows = self.watched.linears[expert].weight, x[tokens]
+        for expert, weight in enumerate(self.watched.weights):
+            tokens = x[(ids == expert).any(1)].to(weight.device)
             self._pairs[expert] += len(tokens)
-            gates = functools.partial(self._gates, rows.to(weight.device), weight)
-            for _, pattern in patterns(self.watched.activation, gates, len(rows), len(weight)):
-                self._fired[expert] += pattern.sum(0).to(self._fired.device)
-        self._tokens, self._top = self._tokens + len(x), ids.shape[1]
 
-    @staticmethod
-    def _gates(x: Tensor, weight: Tensor, rows: slice) -> Tensor:
-        return F.linear(x[rows], weight)
+            def gates(rows: slice, x: Tensor = tokens, weight: Tensor = weight) -> Tensor:
+                return F.linear(x[rows], weight)
+
+            for pattern in patterns(self.watched.activation, gates, len(tokens), len(weight)):
+                self._fired[expert] += pattern.sum(0)
+        self._tokens, self._top = self._tokens + len(x), ids.shape[1]
 
     def _step(self, size: int) -> Step:
         """What a step of so many tokens touches and fires on average."""
@@ -119,7 +109,7 @@ class ExpertsTally:
 
     def report(self) -> ExpertsSparsity:
         """The figures of all tokens. Raises ValueError without any."""
-        at, (n, k) = self.watched, self.watched.linears[0].weight.shape
+        at, (_, n, k) = self.watched, self.watched.weights.shape
         if not self._tokens:
             raise ValueError(f"analyze: {at.name} must be called with tokens, got none")
         zeros = 1 - int(self._fired.sum()) / max(int(self._pairs.sum()) * n, 1)

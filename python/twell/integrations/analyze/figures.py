@@ -68,22 +68,17 @@ class LayerSparsity:
 
 
 class Tally:
-    """Counts of the neurons of one layer that fired so far: sums on the device, of a size that tokens do not change.
-
-    For the heaviest tokens four bytes for each 8 of them are kept, too.
-    """
+    """Counts of the neurons of one layer that fired so far: sums on the device, and four bytes for each 8 tokens."""
 
     def __init__(self, n: int, device: torch.device) -> None:
-        self._n, self._device = n, device
-        self._histogram, self._fired, self._union, self._mixed = map(self._zeros, (n + 1, n, 1, 1))
+        self._n = n
+        zeros = (torch.zeros(length, dtype=torch.int64, device=device) for length in (n + 1, n, 1, 1))
+        self._histogram, self._fired, self._union, self._mixed = zeros
         self._waiting = torch.empty(0, n, dtype=torch.bool, device=device)
         self._groups: list[Tensor] = []
         self._tiles = self._tiles_mixed = 0
         # in tiles of 128 tokens: candidates and neurons that fire, and how many tokens these are
         self._listed = self._firing = self._screened = 0
-
-    def _zeros(self, length: int) -> Tensor:
-        return torch.zeros(length, dtype=torch.int64, device=self._device)
 
     def add(self, pattern: Tensor) -> None:
         """Count ``pattern``, bool [tokens, N], true where a neuron fires; tokens follow those before."""
@@ -99,11 +94,6 @@ class Tally:
         self._groups.append(groups.to("cpu", torch.float32) / geometry.STATS_ROWS)
         self._waiting = block[tiles * TILE :].clone()
 
-    def mix(self, pattern: Tensor) -> None:
-        """Count ``pattern`` of tokens in no order."""
-        self._mixed += self._fire_in_tiles(pattern)
-        self._tiles_mixed += len(pattern) // TILE
-
     def _fire_in_tiles(self, block: Tensor) -> Tensor:
         whole = len(block) // TILE
         return block[: whole * TILE].view(whole, TILE, self._n).any(1).sum()
@@ -112,14 +102,14 @@ class Tally:
         """Count a call on tokens x [M, K], of which the module made y or, before its call, x."""
         if not len(x):
             return
-        if at.linear is not None:
-            self.screen(x, at)
-        for _, pattern in patterns(at.activation, lambda rows: at.gates(x[rows], y[rows]), len(x), self._n):
+        self.screen(x, at)
+        for pattern in patterns(at.activation, lambda rows: at.gates(x[rows], y[rows]), len(x), self._n):
             self.add(pattern)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0), device="cpu")[:MIXED].to(x.device)
         few, made = x[order], y[order]
         mixed = patterns(at.activation, lambda rows: at.gates(few[rows], made[rows]), len(few), self._n)
-        self.mix(torch.cat([pattern for _, pattern in mixed]))
+        self._mixed += self._fire_in_tiles(torch.cat(list(mixed)))
+        self._tiles_mixed += len(few) // TILE
 
     def screen(self, x: Tensor, at: WatchedLayer) -> None:
         """Count the candidates of tokens x [M, K] in 16 bits, until ``SCREENED`` have been counted."""

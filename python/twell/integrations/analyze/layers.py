@@ -17,7 +17,7 @@ from twell.integrations import sparsify
 from twell.nn import compaction
 from twell.nn.converted import made_by
 from twell.nn.float8 import Float8MLP
-from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.layers import SparseGatedMLP
 from twell.ops.float8 import product, quantize_tokens
 
 
@@ -50,9 +50,9 @@ class WatchedLayer(Watched):
 
 @dataclass(frozen=True, eq=False)
 class WatchedExperts(Watched):
-    """A layer of stacked experts. linears: of each expert the projection that its activation follows."""
+    """A layer of stacked experts. weights: [E, N, K], of the projections that the activation follows."""
 
-    linears: Sequence[nn.Linear]
+    weights: Tensor
     gated: bool
     activation: Activation
 
@@ -65,16 +65,13 @@ def found(model: nn.Module, names: sparsify.Names | None = None) -> tuple[list[W
     from 0 if names do not distinguish layers. Raises as ``sparsify_`` if there are no layers and no experts.
     """
     routed = _stacked(model)
-    made: dict[str, Any] = dict(sparsify.layers(model))
-    made |= {name: module for name, module in model.named_modules() if isinstance(module, Float8MLP)}
-    candidates: list[sparsify.Candidate] = []
+    made = sparsify.layers(model) | sparsify.layers(model, Float8MLP)
     if names is not None or not made:
         try:
-            served = [each.module for each in routed]
-            candidates = sparsify.plan(model, None, None, "dense", names, served, some=True).candidates
+            planned = sparsify.plan(model, None, None, "dense", names, [each.module for each in routed], some=True)
         except (TypeError, ValueError) as error:
             raise type(error)(re.sub(r"\bsparsify_", "analyze", str(error))) from error
-    made |= {candidate.layer: candidate for candidate in candidates}
+        made |= {candidate.layer: candidate for candidate in planned.candidates}
     layers = [
         _candidate(each, number) if isinstance(each, sparsify.Candidate) else _layer(name, number, each)
         for (name, each), number in zip(made.items(), numbers(made))
@@ -90,36 +87,26 @@ def numbers(names: Iterable[str]) -> list[int]:
 
 def _layer(name: str, number: int, module: Any) -> WatchedLayer:
     """A layer of twell."""
-    if isinstance(module, Float8MLP):
-        first: Any = getattr(module, module._names[0])
-        scale: Any = module.input_scale
+    float8 = isinstance(module, Float8MLP)
+    gated = module._gated if float8 else isinstance(module, SparseGatedMLP)
 
-        def gates(x: Tensor, _: Tensor) -> Tensor:
-            rows = quantize_tokens(x, scale)
-            return product(rows, first.record(), first.bias, torch.float32).bfloat16()
+    def gates(x: Tensor, _: Tensor) -> Tensor:
+        if float8:
+            first = getattr(module, module._names[0])
+            return product(quantize_tokens(x, module.input_scale), first.record(), first.bias, torch.float32).bfloat16()
+        made: Tensor = module._gate(x)
+        return made
 
-        gated, linear = module._gated, None
-    else:
-        assert isinstance(module, (SparseGatedMLP, SparseMLP))
-        gated, linear = (
-            isinstance(module, SparseGatedMLP),
-            _plain(None if module._given else compaction.gate_of(module)),
-        )
-
-        def gates(x: Tensor, _: Tensor) -> Tensor:
-            made: Tensor = module._gate(x)
-            return made
-
+    linear = None if float8 or module._given else _plain(compaction.gate_of(module))
     form = activation_of(module.activation, module.threshold, gated)
     sizes = module.hidden, module.intermediate
-    return WatchedLayer(name, number, module, *sizes, gated, gates, form, linear, float8=isinstance(module, Float8MLP))
+    return WatchedLayer(name, number, module, *sizes, gated, gates, form, linear, float8=float8)
 
 
 def _candidate(candidate: sparsify.Candidate, number: int) -> WatchedLayer:
     """A module that is no layer of twell; its own gate projection is watched, or its second layer."""
     module, form = candidate.module, candidate.form
     gated, k, n = candidate.shape
-    sizes = (k, n, gated)
     first = module.get_submodule(form.children[0])
 
     def gates(_: Tensor, y: Tensor) -> Tensor:
@@ -130,7 +117,7 @@ def _candidate(candidate: sparsify.Candidate, number: int) -> WatchedLayer:
 
     linear = None if form.fused or candidate.steps else _plain(first)
     float8 = bool(candidate.stored) and not candidate.dequantised
-    return WatchedLayer(candidate.layer, number, first, *sizes, gates, candidate.activation, linear, True, float8)
+    return WatchedLayer(candidate.layer, number, first, k, n, gated, gates, candidate.activation, linear, True, float8)
 
 
 def _plain(projection: Any) -> nn.Linear | None:
@@ -147,30 +134,17 @@ def _stacked(model: nn.Module) -> list[WatchedExperts]:
     modules, watched = dict(stacked.found(model)), []
     for (name, module), number in zip(modules.items(), numbers(modules)):
         w_gate, w_up = stacked.projections(module)
-        linears = [linear_of(weight) for weight in (w_up if w_gate is None else w_gate).detach()]
-        watched.append(WatchedExperts(name, number, module, linears, module.has_gate, stacked.activation(module)))
+        weights = (w_up if w_gate is None else w_gate).detach()
+        watched.append(WatchedExperts(name, number, module, weights, module.has_gate, stacked.activation(module)))
     return watched
 
 
-def linear_of(weight: Tensor) -> nn.Linear:
-    """A linear layer of this weight [N, K], which is not copied."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    return linear
-
-
-def patterns(
-    activation: Activation, gates: Callable[[slice], Tensor], tokens: int, n: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """The neurons that so many tokens fire: rows, and bool [rows, N]; NaN fires. ``gates`` makes those of some rows."""
+def patterns(activation: Activation, gates: Callable[[slice], Tensor], tokens: int, n: int) -> Iterator[Tensor]:
+    """The neurons that so many tokens fire, bool [rows, N] of some at a time; NaN fires. ``gates`` makes the gates."""
     step = max(1, compaction.CHUNK_GATES // n)
     for start in range(0, tokens, step):
-        rows = slice(start, start + step)
-        made = gates(rows)
-        yield rows, ~(made <= activation.level(made.dtype))
-
-
-OnCall = Callable[..., object]
+        made = gates(slice(start, start + step))
+        yield ~(made <= activation.level(made.dtype))
 
 
 @torch.no_grad()
@@ -178,17 +152,16 @@ def observe(
     model: nn.Module,
     watched: Sequence[Watched],
     batches: Iterable[Any],
-    on_call: OnCall,
+    on_call: Callable[..., object],
     run: Callable[..., object] | None = None,
 ) -> None:
     """Call ``model``, or ``run``, on each batch, and ``on_call(i, x, y, *others)`` for ``watched[i]`` each time.
 
     A batch is what the model is called with: a tensor, a tuple of arguments or a dict of named ones. x [tokens, K] and
     what the module returned, y, or x again before a call, have no tokens of padding, by the batch's ``attention_mask``
-    or, in a decoder, ``decoder_attention_mask``.
-    Other tensors with which a module is called, such as the routes of experts, follow. The model is in evaluation mode
-    meanwhile. Raises ValueError if x is not finite, or if it has other tokens than the batch's, as in an expert that
-    is a module.
+    or, in a decoder, ``decoder_attention_mask``. Other tensors with which a module is called, such as the routes of
+    experts, follow. The model is in evaluation mode meanwhile. Raises ValueError if x is not finite, or if it has other
+    tokens than the batch's, as in an expert that is a module.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     paired = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
@@ -200,19 +173,21 @@ def observe(
         """Which tokens are no padding, bool [tokens]."""
         decoder = paired and "decoder" in at.name.split(".")
         mask, count = bound.get(f"{'decoder_' * decoder}attention_mask"), math.prod(x.shape[:-1])
-        ids = next((t for t in (*args, *kwargs.values()) if _is_ids(t)), None)
-        shape = (x.shape[0], -1) if x.dim() > 2 else (1, count)
+        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, Tensor))
+        ids = next((t for t in tensors if t.dim() == 2 and not t.is_floating_point()), None)
+        sequences = x.shape[0] if x.dim() > 2 else 1
         if x.dim() < 3 and ids is not None and not paired:
             if ids.numel() != count:
                 raise ValueError(f"{at.name}: expected the batch's {ids.numel()} tokens, got {count}")
-            shape = (ids.shape[0], -1)
-        present = torch.ones(count, dtype=torch.bool, device=x.device).view(shape)
+            sequences = ids.shape[0]
+        shape = [sequences, count // sequences]
         if isinstance(mask, Tensor) and mask.dim() == 2:
-            if present.shape != mask.shape and not bool(mask.all()):
-                got = f"{list(present.shape)} tokens for a mask of {list(mask.shape)}"
+            if list(mask.shape) == shape:
+                return mask.bool().to(x.device).flatten()
+            if not bool(mask.all()):
+                got = f"{shape} tokens for a mask of {list(mask.shape)}"
                 raise ValueError(f"{at.name}: expected the tokens of the batch's mask, sequences first, got {got}")
-            present = mask.bool().to(x.device) if present.shape == mask.shape else present
-        return present.flatten()
+        return torch.ones(count, dtype=torch.bool, device=x.device)
 
     def hook(i: int) -> Callable[..., None]:
         def called(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], y: Any = None) -> None:
@@ -261,11 +236,6 @@ def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     except (TypeError, ValueError):
         # the call itself says what is wrong
         return kwargs
-
-
-def _is_ids(value: Any) -> bool:
-    """Whether this is a tensor of tokens of sequences."""
-    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def _arguments(batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

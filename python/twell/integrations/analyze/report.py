@@ -15,26 +15,17 @@ from twell.choose.cards import Card
 from twell.choose.plan import Route
 from twell.integrations import sparsify
 from twell.integrations.analyze import experts, layers
-from twell.integrations.analyze.calls import (
-    FAR,
-    HOST_BOUND,
-    MOST_SHARE,
-    PAYS,
-    TOO_FAR,
-    Call,
-    Prediction,
-    Shape,
-    apart,
-    most_nonzeros,
-    predict,
-    totals,
-)
+from twell.integrations.analyze.calls import MOST_SHARE, PAYS, Call, Prediction, Shape, apart, most_nonzeros, predict
 from twell.integrations.analyze.experts import ExpertsSparsity, ExpertsTally
 from twell.integrations.analyze.figures import LayerSparsity, Tally
 
 DECODE, PREFILL, TRAINING = (1, 64), (16384,), (16384,)
 # Figures of fewer tokens are said to be uncertain.
 FEW_TOKENS = 2048
+# An eager call of up to so many tokens may take as long as the host's work for it (`host.json`).
+HOST_BOUND = 2048
+# Layers are far from what was measured beyond the first factor, and there is no verdict beyond the second.
+FAR, TOO_FAR = 4.0, 8.0
 
 
 def calls_of(
@@ -68,7 +59,7 @@ class Analysis:
     @property
     def ratios(self) -> dict[Call, float | None]:
         """The time of all layers over that of dense ones, by call; None if it is not known."""
-        times = {call: totals(of) for call, of in zip(self.calls, zip(*self.predictions))}
+        times = {call: _totals(of) for call, of in zip(self.calls, zip(*self.predictions))}
         return {call: None if taken is None else taken / dense for call, (dense, taken) in times.items()}
 
     def __str__(self) -> str:
@@ -104,7 +95,7 @@ class Analysis:
         lines = [["call", "dense us", "route", "us", "ratio"]]
         stay: dict[str, list[str]] = {}
         for call, of in zip(self.calls, zip(*self.predictions)):
-            dense, taken = totals(of)
+            dense, taken = _totals(of)
             routes = [each.route for each in of]
             named = [f"{routes.count(route)} {route}" for route in dict.fromkeys(routes)]
             shown = ", ".join(named) if len(named) > 1 else routes[0]
@@ -149,6 +140,12 @@ class Analysis:
             "experts": [each.as_json(self.card) for each in self.experts],
             "verdict": self.verdict,
         }
+
+
+def _totals(predictions: Sequence[Prediction]) -> tuple[float, float | None]:
+    """Seconds of all layers in a call by dense, and by the routes that they would take, None if one is not known."""
+    known = [each.seconds[each.route] for each in predictions if each.route in each.seconds]
+    return sum(each.seconds["dense"] for each in predictions), sum(known) if len(known) == len(predictions) else None
 
 
 def _too_far(far: float) -> str:
@@ -267,26 +264,26 @@ def kinds(found: Sequence[LayerSparsity]) -> Iterator[str]:
         yield counted(len(labels), what) + sizes + (f" ({', '.join(labels)})" if len(by_kind) > 1 else "")
 
 
-def searched(most: int, n: int) -> str:
-    """What follows a limit: nothing beyond a share of the neurons was tried."""
-    return " or more" if most * 1.02 + 1 > n * MOST_SHARE else ""
-
-
 def requirement(was: str, shapes: Sequence[Shape], calls: Sequence[Call], card: Card) -> Iterator[str]:
     """What layers, one or more, with an activation that makes no zeros would need to pay, and a verdict."""
+
+    def upto(most: int, n: int) -> str:
+        # nothing beyond a share of the neurons was tried
+        return f"{most:,}{' or more' if most * 1.02 + 1 > n * MOST_SHARE else ''}"
+
     limits = {shape: [most_nonzeros(shape, call, card) for call in calls] for shape in dict.fromkeys(shapes)}
     most_work = max(limits, key=lambda shape: shapes.count(shape) * shape[1] * shape[2] * (2 + shape[0]))
     yield f"{len(shapes)} FFN layers with {was}, which makes no zeros. To gain, the model takes ReLU in its place and"
     yield "training (docs/training.md, arXiv 2310.04564), until its tokens have so many non-zeros at most:"
     lines = [["layer", *map(str, calls)]]
     for (gated, k, n), limit in limits.items():
-        cells = [f"{most:,}{searched(most, n)} ({as_percent(most / n)})" if most else "never" for most in limit]
+        cells = [f"{upto(most, n)} ({as_percent(most / n)})" if most else "never" for most in limit]
         lines.append([f"{'gated' if gated else 'non-gated'}, K = {k:,}, N = {n:,}", *cells])
     yield from aligned(lines)
     if (far := rates.MEASURED["16 bits"].apart(*most_work[1:])) > TOO_FAR:
         yield f"Verdict: none: layers are {_too_far(far)}"
         return
     found, n = zip(calls, limits[most_work], strict=True), most_work[2]
-    needs = [f"{most:,}{searched(most, n)} (for {call})" for call, most in found if most]
+    needs = [f"{upto(most, n)} (for {call})" for call, most in found if most]
     what = f"with at most {listed(needs, 'and')} non-zeros per token" if needs else "at no sparsity"
     yield f"Verdict: twell does not pay on {card.gpu} as {was} makes no zeros; it would {what}, in CUDA graphs"

@@ -7,22 +7,6 @@ neither the size nor the device of the model matters, and the model itself is ne
 
 from twell.integrations.sparsify.candidates import Candidate
 from twell.integrations.sparsify.replace import Filter, Names, Plan, apply, plan, sparsify_
-from twell.nn.converted import FusedGatedMLP, NamedGatedMLP, NamedMLP
 from twell.nn.models import named_layers as layers
-from twell.nn.pairs import DeferredUp, SparseDown
 
-__all__ = [
-    "Candidate",
-    "DeferredUp",
-    "Filter",
-    "FusedGatedMLP",
-    "NamedGatedMLP",
-    "NamedMLP",
-    "Names",
-    "Plan",
-    "SparseDown",
-    "apply",
-    "layers",
-    "plan",
-    "sparsify_",
-]
+__all__ = ["Candidate", "Filter", "Names", "Plan", "apply", "layers", "plan", "sparsify_"]

@@ -14,14 +14,14 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from twell.base.activation import NAMES_OF_FAMILY, RELU, Activation
 from twell.call.plain import HOOKS, of_torch, only_moves
-from twell.integrations.sparsify.equivalence import MODES, NOTHING, Copies, Form, Put, difference, family, family_of
-from twell.integrations.sparsify.kept import kept, with_plain
+from twell.integrations.sparsify import equivalence
+from twell.integrations.sparsify.equivalence import MODES, NOTHING, Copies, Form, Put, difference, family_of
 from twell.integrations.sparsify.known import WITHOUT_METHODS, Known
-from twell.integrations.sparsify.quantised import Stored, stored
+from twell.integrations.sparsify.quantised import Stored, kept_dtype, stored, with_plain
 from twell.nn.converted import GATED, PLAIN, below
 from twell.nn.float8 import Float8MLP
 from twell.nn.layers import SparseFFN
-from twell.nn.pairs import PairDown, SharedLinear
+from twell.nn.pairs import SharedLinear
 from twell.ops.float8 import BLOCK
 from twell.runtime import geometry, specs
 
@@ -29,8 +29,6 @@ _HOOKS = (
     *HOOKS,
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
 )
-
-_MACHINERY = frozenset(vars(nn.Module()))
 
 LEAVE_OUT = "to leave it as it is, have filter_fn return False for it"
 
@@ -92,21 +90,20 @@ class Candidate(NamedTuple):
     @property
     def layer(self) -> str:
         """The qualified name of the twell layer that will be there."""
-        if self.kind == "layer":
-            return self.name
-        return f"{self.name}.{self.form.down}" if self.name else self.form.down
+        return self.name if self.kind == "layer" else f"{self.name}.{self.form.down}".removeprefix(".")
+
+
+# A candidate with the name of its activation as the one that is replaced, and that activation if it is of the family.
+Examined = tuple[Candidate, Activation | None]
 
 
 class Context(NamedTuple):
-    """What all modules of a model are examined with.
-
-    put: what puts a candidate's layer in its place. examined: what was found in earlier modules.
-    """
+    """What all modules of a model are examined with; ``put`` puts a candidate's layer in its place."""
 
     model: nn.Module
     strategy: str
     put: Callable[[Candidate, dict[str, Any]], object]
-    examined: dict[Any, tuple[Candidate, Activation | None]]
+    examined: dict[Any, Examined]
 
 
 def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -117,12 +114,6 @@ def outside_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             inside.update(id(child) for child in module.modules())
         elif id(module) not in inside:
             yield name, module
-
-
-def has_children(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Whether a module has children of these names, none of which is of a pair already."""
-    children = [below(module, name) for name in names]
-    return all(child is not None and not isinstance(child, PairDown) for child in children)
 
 
 def misfit(module: nn.Module, names: tuple[str, ...]) -> str:
@@ -175,11 +166,8 @@ def label(name: str, module: nn.Module) -> str:
     return f"{name or 'the model'} ({type(module).__name__})"
 
 
-def examine(name: str, module: nn.Module, known: Known, context: Context) -> tuple[Candidate, Activation | None]:
-    """Make ``module`` a candidate; raise TypeError or ValueError if it cannot be replaced as it is.
-
-    Returns it with the name of its activation as the one that is replaced, and that activation if it is of the family.
-    """
+def examine(name: str, module: nn.Module, known: Known, context: Context) -> Examined:
+    """Make ``module`` a candidate; raise TypeError or ValueError if it cannot be replaced as it is."""
     where = label(name, module)
     children: dict[str, Any] = {child: module.get_submodule(child) for child in known.names}
     try:
@@ -187,7 +175,8 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     except NotImplementedError as error:
         raise ValueError(f"{error}; {LEAVE_OUT}") from None
     in_e4m3 = any(held.values())
-    own = {} if in_e4m3 else kept(where, children)
+    found = {} if in_e4m3 else {child: kept_dtype(f"{where}: {child}", linear) for child, linear in children.items()}
+    own = {child: dtype for child, dtype in found.items() if dtype is not None}
     if in_e4m3 or own:
         # examined with plain projections in their place
         dtypes = {child: torch.bfloat16 for child, each in held.items() if each} | own
@@ -226,9 +215,7 @@ def examine(name: str, module: nn.Module, known: Known, context: Context) -> tup
     return candidate._replace(name=name, module=module), of
 
 
-def _known_pair(
-    where: str, name: str, module: nn.Module, form: Form, known: Known, context: Context
-) -> tuple[Candidate, Activation | None]:
+def _known_pair(where: str, name: str, module: nn.Module, form: Form, known: Known, context: Context) -> Examined:
     """As ``examine``, for a block of a class whose code is known: it is not run."""
     act = operator.attrgetter(known.attribute)(module)
     _require_unhooked(where, {known.attribute: act})
@@ -248,17 +235,14 @@ def _known_pair(
     return candidate, context.examined[likeness][1]
 
 
-def _prove(
-    where: str, module: nn.Module, form: Form, known: Known, context: Context
-) -> tuple[Candidate, Activation | None]:
+def _prove(where: str, module: nn.Module, form: Form, known: Known, context: Context) -> Examined:
     """As ``examine``, by running copies: of the module as a layer, else as a block with a pair in it."""
-    first = Candidate("", module, form, "layer", None, RELU, None, steps=known.steps)
     try:
         copies = Copies(module, form, context.model)
     except Exception as error:
         why = f"no copy of it can be made ({type(error).__name__}: {error})"
         raise ValueError(f"{where} cannot be tried, since {why}: {_OWN_MODULE}; {LEAVE_OUT}") from error
-    first = first._replace(casts=copies.casts)
+    first = Candidate("", module, form, "layer", None, RELU, None, casts=copies.casts, steps=known.steps)
     beyond = reason = _beyond_a_layer(module, form)
     if not beyond:
         attributes = _callables(module, form)
@@ -266,11 +250,12 @@ def _prove(
         forms = (form, form._replace(fused="up first")) if form.fused else (form,)
         found = _run([layer._replace(form=each) for each in forms], copies, context)
         if not isinstance(found, str):
-            for child, role in _misnamed(found[0].form).items():
-                raise ValueError(
-                    f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that is "
-                    f"its {role or 'gate and up in one'}: rename the child; {LEAVE_OUT}"
-                )
+            for child, role in zip(form.children, ("", "down_proj") if form.fused else GATED if form.gated else PLAIN):
+                if child in GATED and child != role:
+                    raise ValueError(
+                        f"{where}: {child} must be the {child} of the layer, as layers of twell have it, got one that "
+                        f"is its {role or 'gate and up in one'}: rename the child; {LEAVE_OUT}"
+                    )
             return found
         reason = f"it must compute {_formula(form)} with an elementwise activation and nothing else: {found}"
     if type(module) is nn.Sequential:
@@ -302,7 +287,7 @@ def _beyond_a_layer(module: nn.Module, form: Form) -> str:
     return f"it has a {lost[0]} of its own, which would be lost" if lost else ""
 
 
-def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Candidate, Activation | None] | str:
+def _run(bases: list[Candidate], copies: Copies, context: Context) -> Examined | str:
     """The candidate among some that computes what its module does, and its activation; else why there is none.
 
     Each is tried with the activations of the family, then with ReLU in place of what the module has.
@@ -333,7 +318,7 @@ def _run(bases: list[Candidate], copies: Copies, context: Context) -> tuple[Cand
             # a norm before it may keep values from the activation
             kinds = list(filter(None, [family_of(act, dtype)]))  # type: ignore[arg-type]
         elif own and not base.steps:
-            kinds = family(module, base.form.gated)
+            kinds = equivalence.family(module, base.form.gated)
         for kind in kinds:
             candidate = base._replace(activation=kind)
             if why := differs(candidate, still, alone=True):
@@ -363,12 +348,6 @@ def _formula(form: Form) -> str:
     return f"{form.down}(act({form.inputs[0]}(x)){f' * {form.inputs[1]}(x)' if form.gated else ''})"
 
 
-def _misnamed(form: Form) -> dict[str, str]:
-    """The children that have the name of another projection in layers of twell, and which they are."""
-    roles = ("", "down_proj") if form.fused else GATED if form.gated else PLAIN
-    return {child: role for child, role in zip(form.children, roles) if child in GATED and child != role}
-
-
 def _callables(module: nn.Module, form: Form, blocks: bool = False) -> list[str]:
     """The names of attributes that may be an activation; with ``blocks`` those of children with projections, too."""
     holders: dict[str, Any] = {"": module}
@@ -389,7 +368,7 @@ def _callables(module: nn.Module, form: Form, blocks: bool = False) -> list[str]
 def _likeness(module: nn.Module) -> Any:
     """A key that is equal for two modules only if they compute the same function of x and their weights."""
     plain = (str, bool, int, float, type(None))
-    attributes = {key: value for key, value in vars(module).items() if key not in _MACHINERY}
+    attributes = {key: value for key, value in vars(module).items() if key not in equivalence.MACHINERY}
     return (
         type(module),
         tuple((key, type(v), v if isinstance(v, plain) else id(v)) for key, v in attributes.items()),
@@ -418,17 +397,14 @@ def _plain_weight(where: str, linear: Any) -> Tensor:
     weight: Tensor = linear.weight
     parts = {**linear._parameters, **linear._buffers, **linear._modules}
     plain = parts.keys() == {"weight", "bias"} and {type(p) for p in parts.values()} <= {nn.Parameter, type(None)}
-    if (
-        not plain
-        or hasattr(weight, "ds_id")
-        or list(getattr(weight, "shape", ())) != [linear.out_features, linear.in_features]
-    ):
+    shape = [linear.out_features, linear.in_features]
+    if not plain or hasattr(weight, "ds_id") or list(getattr(weight, "shape", ())) != shape:
         shown = (f"{key}, a {type(p).__name__} {list(getattr(p, 'shape', ()))}" for key, p in parts.items())
         raise TypeError(
-            f"{where} must have a weight [{linear.out_features}, {linear.in_features}] and a bias alone, as plain "
-            f"nn.Parameters, got {'; '.join(shown)}: call sparsify_ before sharding, quantising and "
-            "deepspeed.initialize. What DeepSpeed's ZeRO-3 has partitioned must be loaded in a new process without "
-            f"deepspeed.zero.Init, which replaces F.linear for good, and trained by ZeRO-1 or 2; {LEAVE_OUT}"
+            f"{where} must have a weight {shape} and a bias alone, as plain nn.Parameters, got {'; '.join(shown)}: "
+            "call sparsify_ before sharding, quantising and deepspeed.initialize. What DeepSpeed's ZeRO-3 has "
+            "partitioned must be loaded in a new process without deepspeed.zero.Init, which replaces F.linear for "
+            f"good, and trained by ZeRO-1 or 2; {LEAVE_OUT}"
         )
     if linear.bias is not None and linear.bias.dtype != weight.dtype:
         raise TypeError(f"{where}.bias must be {weight.dtype} as its weight, got {linear.bias.dtype}; {LEAVE_OUT}")

@@ -43,7 +43,8 @@ _WRITTEN = {"silu": "SiLU", "gelu": "GELU", "sigmoid": "sigmoid", "tanh": "tanh"
 # An activation that cannot run here, since it compiles itself, by the class of its autograd.Function.
 _COMPILED = {"fla.modules.activations.ops.SquaredReLUFunction": Activation("relu2")}
 
-_MACHINERY = frozenset(vars(nn.Module()))
+# The attributes that all modules have.
+MACHINERY = frozenset(vars(nn.Module()))
 
 
 class Form(NamedTuple):
@@ -139,10 +140,7 @@ class Copies:
             self.casts = not isinstance(self.run(_MIXED, {}), str)
 
     def run(self, setting: Setting, put: Put, replace: Replace | None = None, seed: int = 0) -> Any:
-        """What a copy computes, in which ``replace`` may put something; a text if it raised an error.
-
-        Those are outputs, gradients, parameters, buffers, and the attributes that the run has set.
-        """
+        """Outputs, gradients and state of a copy in which ``replace`` may put something; a text if that raises."""
         module = copy.deepcopy(self._made).to(setting.dtype).train(setting.training)
         for name, value in put.items():
             holder, _, key = (name or "").rpartition(".")
@@ -161,10 +159,7 @@ class Copies:
 def difference(
     copies: Copies, replace: Replace, dtype: torch.dtype, put: Put = NOTHING, settings: Sequence[Setting] = SETTINGS
 ) -> tuple[int, str] | None:
-    """How a module differs from what ``replace`` makes of it, after so many settings; None if it does not.
-
-    dtype: of the model.
-    """
+    """How a module of a model in ``dtype`` differs from what ``replace`` makes of it, and after how many settings."""
     with _apart():
         for after, given in enumerate(settings):
             setting = given._replace(dtype=given.dtype or dtype)
@@ -251,9 +246,6 @@ def _apart() -> Iterator[None]:
         random.setstate(state)
 
 
-# Copies and their runs
-
-
 def _draw(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator, device="cpu", dtype=_F32)
 
@@ -302,10 +294,8 @@ def _stand_in(generator: torch.Generator, tensor: Tensor, is_parameter: bool, sh
 
 
 def _input(setting: Setting, k: int) -> Tensor:
-    x = _draw(torch.Generator().manual_seed(1), *setting.lead, k) * setting.scale
-    scales = torch.tensor([1.0, 0.0, 0.1, 10.0], device="cpu").repeat(math.prod(setting.lead))[
-        : math.prod(setting.lead)
-    ]
+    x, rows = _draw(torch.Generator().manual_seed(1), *setting.lead, k) * setting.scale, math.prod(setting.lead)
+    scales = torch.tensor([1.0, 0.0, 0.1, 10.0], device="cpu").repeat(rows)[:rows]
     return (x * scales.view(*setting.lead, 1)).to(setting.x_dtype or setting.dtype)
 
 
@@ -314,7 +304,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, inner in module.named_modules():
         for key, value in vars(inner).items():
-            for place, leaf in enumerate(tree_leaves(value) if key not in _MACHINERY else ()):
+            for place, leaf in enumerate(tree_leaves(value) if key not in MACHINERY else ()):
                 if isinstance(leaf, (Tensor, int, float, str)):
                     at = ".".join(filter(None, ("self", name, key))) + f", place {place}" * (place > 0)
                     found[at] = leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from twell.nn.converted import below
+from twell.nn.pairs import PairDown
+
 _TRANSFORMERS, _TORCH, _FLA = "transformers.models.", "torch.nn.modules.transformer", "fla.models."
 
 
@@ -61,7 +64,6 @@ _GIVEN = {
 
 # An nn.Sequential of Linear, activation and Linear that its owner calls as a whole.
 SEQUENCE = Known(("0", "2"))
-_SEQUENCES = {"EncoderLayer": "ffn"}
 
 # Children of which a module of another class may be a layer; to say so is all that is done with it.
 LIKELY = (*_LAYERS, ("linear_1", "linear_2"), ("w1", "w2"), ("w_1", "w_2"), ("intermediate.dense", "output.dense"))
@@ -90,17 +92,21 @@ def known_class(module: Any) -> tuple[str, str] | None:
     return None
 
 
-def known(module: nn.Module, names_of: Any) -> Known | None:
-    """What the tables say of a module's class.
+def has_children(module: nn.Module, names: tuple[str, ...]) -> bool:
+    """Whether a module has children of these names, none of which is of a pair already."""
+    children = [below(module, name) for name in names]
+    return all(child is not None and not isinstance(child, PairDown) for child in children)
 
-    names_of: a function that says whether the module has children of some names.
-    """
+
+def known(module: nn.Module) -> Known | None:
+    """What the tables say of a module's class."""
     root, name = known_class(module) or ("", "")
     if root == _TRANSFORMERS and name in _GIVEN:
         return _GIVEN[name]
     if root == _TRANSFORMERS and name.endswith(_LAYER_ENDS):
-        return next((Known(names) for names in _LAYERS if names_of(names)), None)
-    return next((each for each in _PAIRS if root and names_of(each.names) and _applies(module, each.attribute)), None)
+        return next((Known(names) for names in _LAYERS if has_children(module, names)), None)
+    pairs = (each for each in _PAIRS if root and has_children(module, each.names))
+    return next((each for each in pairs if _applies(module, each.attribute)), None)
 
 
 def _applies(module: Any, attribute: str) -> bool:
@@ -108,7 +114,6 @@ def _applies(module: Any, attribute: str) -> bool:
     return callable(functools.reduce(lambda part, key: getattr(part, key, None), attribute.split("."), module))
 
 
-def known_sequence(module: nn.Module) -> str:
-    """The name of a child of this module that is a ``SEQUENCE``; or ""."""
-    root, name = known_class(module) or ("", "")
-    return _SEQUENCES.get(name, "") if root == _TRANSFORMERS else ""
+def sequence_of(module: nn.Module) -> nn.Module | None:
+    """The child of this module that is a ``SEQUENCE``, if there is one."""
+    return module._modules.get("ffn") if known_class(module) == (_TRANSFORMERS, "EncoderLayer") else None

@@ -1,7 +1,8 @@
-"""Projections that transformers has loaded in e4m3: their records, and the layers that take their place."""
+"""Projections that are no plain ``nn.Linear``: in e4m3, with layers that take their place, or kept as they are."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from twell.call.plain import only_moves
+from twell.nn import projections as _projections
 from twell.nn.float8 import Float8MLP, Float8Projection
 from twell.nn.pairs import DeferredUp, PairDown
 from twell.nn.record import watch
 from twell.ops.float8 import BLOCK, E4M3, Float8, float8
 
-# Strategies of compressed-tensors, and the names of scales beside a weight, which multiply: its own, and of inputs.
-_BY = ("channel", "tensor", "block")
+# The names of scales beside a weight, which multiply: its own, and of inputs.
 SCALES, INPUTS = ("weight_scale", "weight_scale_inv"), ("input_scale", "activation_scale")
 
 
@@ -89,8 +90,9 @@ def require_e4m3(where: str, group: Mapping[str, Any]) -> None:
         (each.get("num_bits"), each.get("type"), each.get("symmetric", True)) == (8, "float", True)
         for each in (weights, inputs)
     )
+    scaled = by in ("channel", "tensor", "block") and not weights.get("dynamic")
     static = not dynamic and inputs.get("strategy") == "tensor" and by != "block"
-    if not is_e4m3 or by not in _BY or weights.get("dynamic") or not (dynamic is True or static):
+    if not (is_e4m3 and scaled and (dynamic is True or static)):
         kind = "dynamic" if dynamic else "static"
         raise NotImplementedError(
             f"{where} must be in bfloat16, or weights and inputs in e4m3 with a scale by row, tensor or block of "
@@ -176,3 +178,55 @@ def settle(model: Any) -> None:
         model.ct_decompress_hook.remove()
         del model.ct_decompress_hook
     watch()
+
+
+def kept_dtype(where: str, projection: Any) -> torch.dtype | None:
+    """The dtype of the product of a projection that a layer keeps as it is; None for one that it does not keep.
+
+    Those are wrappers of peft, whatever they do, around a plain ``nn.Linear`` or a weight that can be dequantised, and
+    such a weight itself. Raises TypeError for a quantised one that no layer could read.
+    """
+    linear = projection
+    while type(linear).__module__.startswith("peft."):
+        inner = linear._modules.get("base_layer") or linear._modules.get("original_module")
+        if inner is None:
+            return None
+        linear = inner
+    quantised = type(linear).__module__.startswith("bitsandbytes.") or (
+        type(linear) is nn.Linear and type(linear.weight).__module__.startswith("torchao.")
+    )
+    if not quantised:
+        plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
+        return linear.weight.dtype if plain and linear is not projection else None
+    reading = _projections.read(linear)
+    if isinstance(reading, str):
+        raise TypeError(
+            f"{where} must have a weight that each call can dequantise, in 4 bits of bitsandbytes or weight-only of "
+            f"torchao, got one that {reading}; to leave it as it is, have filter_fn return False for it"
+        )
+    return reading.own_dtype
+
+
+def with_plain(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
+    """A shallow copy of ``module`` in which projections are plain ones without values, with weights of these dtypes."""
+    made: nn.Module = _shallow(module)
+    for name, dtype in dtypes.items():
+        part, _, key = name.rpartition(".")
+        holder = made
+        if part:
+            if made._modules[part] is module._modules[part]:
+                made._modules[part] = _shallow(module._modules[part])
+            holder = made.get_submodule(part)
+        linear: Any = holder._modules[key]
+        plain = nn.Linear(linear.in_features, linear.out_features, False, device="meta", dtype=dtype)
+        if linear.bias is not None:
+            # quantised projections cast their biases
+            plain.bias = nn.Parameter(linear.bias.detach().to("meta", dtype))
+        holder._modules[key] = plain
+    return made
+
+
+def _shallow(module: Any) -> Any:
+    made = copy.copy(module)
+    made._modules = dict(module._modules)
+    return made

@@ -1,6 +1,5 @@
 """``sparsify_``: plan which modules of a model are replaced, then replace all of them or none."""
 
-import functools
 import gc
 import types
 from collections.abc import Callable, Collection, Sequence
@@ -14,32 +13,10 @@ from twell.base.memory import shared
 from twell.call.functional import Strategy
 from twell.call.plain import of_torch, own_code
 from twell.choose.plan import Facts, routed
-from twell.integrations.sparsify import quantised
-from twell.integrations.sparsify.candidates import (
-    LEAVE_OUT,
-    Candidate,
-    Context,
-    examine,
-    has_children,
-    holds_stacked_experts,
-    is_sequence,
-    is_share,
-    label,
-    misfit,
-    outside_layers,
-)
-from twell.integrations.sparsify.known import LIKELY, SEQUENCE, Known, known, known_sequence
-from twell.nn.converted import (
-    GATED,
-    PLAIN,
-    Applied,
-    FusedGatedMLP,
-    GivenGatedMLP,
-    NamedGatedMLP,
-    NamedMLP,
-    below,
-    turn,
-)
+from twell.integrations.sparsify import candidates, quantised
+from twell.integrations.sparsify.candidates import LEAVE_OUT, Candidate, label
+from twell.integrations.sparsify.known import LIKELY, SEQUENCE, Known, has_children, known, sequence_of
+from twell.nn import converted
 from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
 from twell.nn.models import named_layers
 from twell.nn.pairs import SparseDown, pair_up, put_pair
@@ -92,8 +69,7 @@ def sparsify_(
     - those that ``names`` tells by the names of their ``nn.Linear`` children: gate, up [N, K] and down [K, N]; up and
       down; or gate and up in one [2 N, K] and down, read as two views. "a.b" is the child b of a child a.
 
-    Others stay as they are. If they look like feed-forward layers, one line of the log says so, with the call that
-    tries them.
+    Others stay as they are. Of those that look like feed-forward layers a line of the log has the call that tries them.
 
     A module that is a layer as a whole stays the same object and becomes one of ``twell.nn`` with the same children. In
     any other block two layers become a pair: the first and the activation leave their work to the second. Parameters
@@ -104,9 +80,8 @@ def sparsify_(
     Projections that transformers has loaded in e4m3 become a ``twell.nn.Float8MLP``, for inference, or a layer in
     bfloat16 of dequantised weights, which a warning says; ``save_pretrained`` refuses from then on. Others may have
     adapters of peft, or weights that bitsandbytes holds in 4 bits or torchao in a weight-only format. docs/models.md
-    says which run sparse, what else may be put around layers later, and what is checked: two copies of a module run on
-    the CPU with small random weights, one of them with the layer or the pair in it. The model's own modules are never
-    run, and its tensors are neither read nor needed, except for buffers: it may be on ``meta``.
+    says which run sparse, what else may be put around layers later, and what is checked. The model's own modules are
+    never run, and its tensors are neither read nor needed, except for buffers: it may be on ``meta``.
 
     Args:
         model: any module that is or contains such layers; for a model of transformers see
@@ -158,26 +133,25 @@ def plan(
         )
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"sparsify_: filter_fn must be a function of a module and its name, got {filter_fn!r}")
-    told, context = _told(names), Context(model, strategy, put, {})
+    told, context = _told(names), candidates.Context(model, strategy, put, {})
     for group in told:
-        if not any(all(below(module, name) is not None for name in group) for module in model.modules()):
+        if not any(all(converted.below(module, name) is not None for name in group) for module in model.modules()):
             logger.warning("no module has the children %s, which names= tells", ", ".join(group))
-    candidates: list[Candidate] = []
+    taken: list[Candidate] = []
     left: list[str] = []
     unlike: list[Candidate] = []
     unknown: list[tuple[str, tuple[str, ...]]] = []
     remarks: dict[str, str] = {}
-    whole = {id(m._modules.get(known_sequence(m))) for m in model.modules() if known_sequence(m)}
-    for name, module in outside_layers(model):
+    whole = {sequence_of(module) for module in model.modules()}
+    for name, module in candidates.outside_layers(model):
         if bare := next((group for group in told if all(module._parameters.get(n) is not None for n in group)), None):
             remarks.setdefault(
                 type(module).__name__,
                 f"{label(name, module)} has {', '.join(bare)} as parameters, which no module applies: call "
                 "twell.sparse_ffn or sparse_gated_ffn on them in its forward",
             )
-        has = functools.partial(has_children, module)
-        found = SEQUENCE if id(module) in whole else known(module, has)
-        found = found or next((Known(group) for group in told if has(group)), None)
+        found = SEQUENCE if module in whole else known(module)
+        found = found or next((Known(group) for group in told if has_children(module, group)), None)
         if found and found.sparse and not getattr(module, found.sparse, 0):
             if activation is None:
                 why = f"makes no zeros: its {found.sparse} is 0"
@@ -187,40 +161,40 @@ def plan(
         if not found:
             if module in served:
                 continue
-            if holds_stacked_experts(module):
+            if candidates.holds_stacked_experts(module):
                 remarks.setdefault(_STACKED, f"{label(name, module)}: {_STACKED}")
             elif likely := _likely(module):
                 unknown.append((label(name, module), likely))
-        elif why := misfit(module, found.names):
+        elif why := candidates.misfit(module, found.names):
             remarks.setdefault(type(module).__name__, f"{label(name, module)} is no layer: {why}")
         elif filter_fn is not None and not filter_fn(module, name):
             left.append(name)
         else:
-            candidate, of = examine(name, module, found, context)
+            candidate, of = candidates.examine(name, module, found, context)
             if of is None and activation is None:
                 unlike.append(candidate)
                 if some:
                     continue
                 raise ValueError(_explain_activation(candidate))
-            candidates.append(_with_activation(candidate, of, activation))
-    planned = Plan(candidates, left, _about_unknown(unknown, told), list(remarks.values()))
-    if unlike and not candidates and not served:
+            taken.append(_with_activation(candidate, of, activation))
+    planned = Plan(taken, left, _about_unknown(unknown, told), list(remarks.values()))
+    if unlike and not taken and not served:
         raise ValueError(_explain_activation(unlike[0]))
     if unlike:
         first = label(unlike[0].name, unlike[0].module), unlike[0].was
         logger.warning("layers left out that make no zeros: %d, the first %s with %s", len(unlike), *first)
-    if not candidates and not served:
+    if not taken and not served:
         raise ValueError(_nothing_found(model, planned))
-    _require_reachable(model, candidates)
+    _require_reachable(model, taken)
     return planned
 
 
 def _likely(module: nn.Module) -> tuple[str, ...]:
     """The names of children that may be the projections of a layer, in a module that nothing tells to be one."""
-    if is_sequence(module):
+    if candidates.is_sequence(module):
         first, _, last = module._modules
-        return () if misfit(module, (first, last)) else (first, last)
-    found = (names for names in LIKELY if has_children(module, names) and not misfit(module, names))
+        return () if candidates.misfit(module, (first, last)) else (first, last)
+    found = (names for names in LIKELY if has_children(module, names) and not candidates.misfit(module, names))
     return next((names for names in found if all(isinstance(module.get_submodule(n), nn.Linear) for n in names)), ())
 
 
@@ -228,8 +202,7 @@ def _about_unknown(unknown: list[tuple[str, tuple[str, ...]]], told: list[tuple[
     """A sentence about modules of unknown classes, with the call that tries them; "" if there are none."""
     if not unknown:
         return ""
-    groups = [*told, *dict.fromkeys(names for _, names in unknown)]
-    groups = list(dict.fromkeys(groups))
+    groups = list(dict.fromkeys([*told, *(names for _, names in unknown)]))
     given = str(groups[0] if len(groups) == 1 else groups).replace("'", '"')
     return (
         f"modules of classes that are not known by name stay as they are: {len(unknown)}, the first {unknown[0][0]}; "
@@ -296,9 +269,8 @@ def apply(model: nn.Module, planned: Plan, compression: int, strategy: Strategy)
     if any(candidate.stored for candidate in planned.candidates):
         quantised.settle(model)
     if planned.candidates:
-        logger.info(
-            "layers taken: %d, the first %s", len(planned.candidates), planned.candidates[0].layer or "the model"
-        )
+        first = planned.candidates[0].layer or "the model"
+        logger.info("layers taken: %d, the first %s", len(planned.candidates), first)
     if planned.unknown:
         logger.warning("%s", planned.unknown)
     if planned.remarks:
@@ -319,7 +291,7 @@ def put(candidate: Candidate, options: dict[str, Any]) -> None:
             put_pair(module, names, attribute, dropouts, made)
         else:
             made.dropped = candidate.dropped
-            turn(module, made)
+            converted.turn(module, made)
         return
     for name, projection in candidate.stored.items():
         if projection is not None:
@@ -327,7 +299,7 @@ def put(candidate: Candidate, options: dict[str, Any]) -> None:
     if candidate.kind == "pair":
         pair_up(module, names, attribute, dropouts, options, candidate.casts)
     else:
-        turn(module, _replacement(candidate, options))
+        converted.turn(module, _replacement(candidate, options))
 
 
 def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
@@ -336,18 +308,18 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
     linears: Any = [candidate.plain.get(name) or module.get_submodule(name) for name in names]
     gated, k, n = candidate.shape
     if fused:
-        made = FusedGatedMLP(names, linears, fused == "up first", **options)
+        made = converted.FusedGatedMLP(names, linears, fused == "up first", **options)
     elif candidate.steps:
-        made = GivenGatedMLP(type(module), candidate.steps, k, n, device="meta", **options)
-    elif names in (GATED, PLAIN):
+        made = converted.GivenGatedMLP(type(module), candidate.steps, k, n, device="meta", **options)
+    elif names in (converted.GATED, converted.PLAIN):
         made = (SparseGatedMLP if gated else SparseMLP)(k, n, device="meta", **options)
     else:
-        made = (NamedGatedMLP if gated else NamedMLP)(names, linears, **options)
+        made = (converted.NamedGatedMLP if gated else converted.NamedMLP)(names, linears, **options)
     made._modules.update(zip(names, linears))
     beside = (*candidate.plain, *candidate.dropouts, *(step for step in candidate.steps if step in module._modules))
     still = [n for n, m in module._modules.items() if type(m) is nn.Dropout and n not in beside]
     made._modules.update({name: module._modules[name] for name in (*beside, *still)})
-    made._still = (*still, *(key for key, p in vars(module).items() if p == 0.0 and is_share(key, p)))
+    made._still = (*still, *(key for key, p in vars(module).items() if p == 0.0 and candidates.is_share(key, p)))
     made._linears = tuple(own_code(linear) for linear in linears if type(linear).forward is not nn.Linear.forward)
     made._casts = candidate.casts
     made._dropout = "".join(candidate.dropouts)
@@ -355,15 +327,15 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
         # its children, which code may take from it, stay what they compute
         parts = {**module._modules, **made._modules}
         if candidate.was is not None:
-            parts[str(candidate.attribute)] = Applied(candidate.activation).train(module.training)
+            parts[str(candidate.attribute)] = converted.Applied(candidate.activation).train(module.training)
         made._modules = {key: parts[key] for key in module._modules}
     return made
 
 
-def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
+def _require_reachable(model: nn.Module, taken: list[Candidate]) -> None:
     """Raise ValueError if something would still run a replaced activation or use an old down weight."""
     # the code of such a module computes with children that it has as a layer, too, but with its old activation
-    coded = {id(c.module): c for c in candidates if c.kind == "layer" and c.was is not None and c.attribute is None}
+    coded = {id(c.module): c for c in taken if c.kind == "layer" and c.was is not None and c.attribute is None}
     for kept in gc.get_referrers(*(c.module for c in coded.values())) if coded else ():
         if isinstance(kept, types.MethodType) and id(kept.__self__) in coded and not of_torch(kept.__func__):
             held = coded[id(kept.__self__)]
@@ -372,12 +344,10 @@ def _require_reachable(model: nn.Module, candidates: list[Candidate]) -> None:
                     f"{label(held.name, held.module)} must be called as a module, but its method "
                     f"{kept.__name__} is kept elsewhere, and would still apply {held.was}; {LEAVE_OUT}"
                 )
-    own: Any = [(c, c.module.get_submodule(c.form.down)) for c in candidates if c.form.down not in c.plain]
+    own: Any = [(c, c.module.get_submodule(c.form.down)) for c in taken if c.form.down not in c.plain]
     weights = {down.weight.untyped_storage()._cdata: (c, down.weight) for c, down in own}
     for name, owner in model.named_modules():
-        if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in candidates} & set(
-            map(id, owner.modules())
-        ):
+        if "_fsdp_wrapped_module" in owner._modules and {id(c.module) for c in taken} & set(map(id, owner.modules())):
             raise ValueError(
                 f"{label(name, owner)} has its parameters in one buffer: call sparsify_ before FullyShardedDataParallel"
             )
