@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,6 @@ from twell.ops.calls import How
 from twell.ops.operands import Layer
 from twell.runtime import modes
 from twell.runtime.log import info_once, warn_once
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 Codes = Literal["relu", "jumprelu", "topk", "batchtopk"]
 _CODES = ("relu", "jumprelu", "topk", "batchtopk")
@@ -368,10 +365,10 @@ class SparseAutoencoder(nn.Module):
         measured = self._site().explain(name) if any(row.strategy == "auto" for row in rows) else []
         return [row._replace(layout="rows") for row in measured or rows]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         threshold = self.threshold
         own = (threshold, None if threshold is None or not threshold.is_leaf else threshold.grad)
-        return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *how: Any) -> None:
         """As torch, of state dicts without ``tokens_since_fired``, too."""

@@ -112,17 +112,14 @@ def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...]
 @torch.no_grad()
 def count_call(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
-    gate, plain = gate_of(mlp), mlp._is_plain()
-    # divided by tensor parallelism, say
-    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    gate, plain, x = gate_of(mlp), mlp._is_plain(), whole(x)
     if x.dim() == 0 or x.shape[-1] != mlp.hidden or not x.is_floating_point() or not x.numel():
         # the layer itself refuses what it does not take
         return
     weight, bias = gate.weight, gate.bias
     if plain:
-        whole = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (weight, bias))
         # autocast may have ended meanwhile
-        weight, bias = cast([*whole], x.dtype)
+        weight, bias = cast(map(whole, (weight, bias)), x.dtype)
     tokens, fired = x.reshape(-1, x.shape[-1]), torch.zeros_like(totals[:-1])
     for chunk in tokens.split(max(1, CHUNK_GATES // len(fired))):
         # the projection may be more than its weight: an adapter, say
@@ -245,6 +242,11 @@ def compact(
             # one at a time: the memory of the old ones is free for the next
             _keep(to.get_submodule(name), kept.clone())
     return to, CompactionReport(tuple(reports))
+
+
+def whole(t: Any) -> Any:
+    """The full tensor of a DTensor, as tensor parallelism makes, differentiably; others as they are."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 def gate_of(mlp: MLP) -> nn.Linear:

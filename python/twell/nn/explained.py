@@ -62,7 +62,7 @@ def _laid_out(layer: Any) -> tuple[str, str]:
     weight = layer.down_proj.weight
     if not execution.copies_down(weight):
         return "rows", ""
-    if not down_layout.is_on_gpu(weight) or layer._runs_dense(weight):
+    if not down_layout.is_on_gpu(weight) or layer._planned(weight, False).strategy in ("none", "dense"):
         return "linear", ""
     if not why:
         return "linear", "; the next call lays the down weight by rows"
@@ -76,7 +76,7 @@ def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
     if site:
         choices = site.explain(name)
         # graphs that ran before any call have a site of their own
-        other = found(layer._first_weight())
+        other = found(layer._applied("gate_proj" if layer._gated else "up_proj")[0])
         if other is not None and other is not site:
             choices += other.explain(name)
         if not choices and answers["inference"][0] == "auto":
@@ -103,7 +103,4 @@ def _answers(layer: Any, plain: bool) -> dict[str, Any]:
     kinds = {"inference": False, "training": True}
     if not plain:
         return {kind: adapted.foreseen(layer, training) for kind, training in kinds.items()}
-    weight = layer.down_proj.weight
-    dtype = modes.product_dtype(weight.dtype, weight.device.type)
-    how = weight.shape[1], weight.shape[0], dtype, weight.device
-    return {kind: adapted.planned(layer, *how, training) for kind, training in kinds.items()}
+    return {kind: layer._planned(layer.down_proj.weight, training) for kind, training in kinds.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from twell.nn.settings import Configured, setting
 from twell.ops.calls import How
 from twell.ops.float8 import E4M3, Float8, checked
 from twell.runtime import modes
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Float8Projection(nn.Module):
@@ -56,9 +53,8 @@ class Float8Projection(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         watch()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        own = self.weight, self.weight_scale
-        return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(moving(fn, [self.weight, self.weight_scale]), recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *how: Any) -> None:
         """As torch, but what is no e4m3 with scales is refused instead of cast."""
@@ -186,8 +182,8 @@ class Float8MLP(Configured):
     def _asked(self) -> How:
         return super()._asked()._replace(fast=self._fast_accum)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call, no-any-return]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor | Float8) -> Tensor:
         """x [..., hidden] -> y [..., hidden], bfloat16."""
@@ -197,13 +193,13 @@ class Float8MLP(Configured):
         children = [getattr(self, name) for name in self._names]
         records: list[Any] = [child.record() for child in children]
         biases: list[Any] = [child.bias for child in children]
+        function: Any = functional.sparse_gated_ffn
         if len(children) == 2:
+            function = functional.sparse_ffn
             records.insert(1, None)
             biases.insert(1, None)
         how = self._asked() if modes.compiling() else self._how
-        scale: Any = self.input_scale
-        function = functional.sparse_ffn if len(children) == 2 else functional.sparse_gated_ffn
-        return functional.run_scaled(function, x, records, biases, how, scale)
+        return functional.run_scaled(function, x, records, biases, how, self.input_scale)  # type: ignore[arg-type]
 
     def explain(self, name: str = "") -> list[Choice]:
         """The rows of ``twell.explain`` for this layer."""

@@ -42,7 +42,6 @@ class SparseFFN(Configured):
     down_proj: nn.Linear
     aux: Aux | None = None
     _settings = Configured._settings | {"down_layout", "accumulate_main_grad", "record_aux"}
-    _unsaved = ("aux", "_laid", "_how")
     # the names of the children that are projections, in the order of calls
     _projections: tuple[str, ...] = _PROJECTIONS
     # ``own_code`` of those of other classes that were seen to compute the same, and whether weights are cast as x is
@@ -54,17 +53,12 @@ class SparseFFN(Configured):
     _still: tuple[str, ...] = ()
     # whether other code makes the gate, and whether other code applies the activation
     _given = _fixed = False
-    if TYPE_CHECKING:
-        _laid: _down_layout.Laid
-        _accumulate_main_grad: bool
-        _record_aux: bool
-        accumulate_main_grad: bool
-        record_aux: bool
-        down_layout: DownLayout
-    else:
-        down_layout, accumulate_main_grad, record_aux = map(
-            setting, ("down_layout", "accumulate_main_grad", "record_aux")
-        )
+    _laid: _down_layout.Laid
+    _accumulate_main_grad: bool
+    _record_aux: bool
+    down_layout: DownLayout = setting("down_layout")
+    accumulate_main_grad: bool = setting("accumulate_main_grad")
+    record_aux: bool = setting("record_aux")
 
     def __init__(
         self,
@@ -145,46 +139,37 @@ class SparseFFN(Configured):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_laid": _down_layout.Laid(), "_children": 0})
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``. Listings of parameters come by here, and get the down weight as nn.Linear stores it."""
         down = self.down_proj
-        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+        for name, module in super().named_modules(*args, **options):
             if module is down:
                 self._laid.put_back()
             yield name, module
         # a child that other layers have, too, may have been listed with them
         self._laid.put_back()
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in ``nn.Module``."""
-        if not recurse:
-            self._laid.put_back()
-        return super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``nn.Module``."""
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._laid.put_back()
-        return super().state_dict(*args, **kwargs)
+        return super().named_parameters(*args, **options)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        self._laid.put_back()
+        return super().state_dict(*args, **options)
 
     def train(self, mode: bool = True) -> Self:
-        """As in ``nn.Module``."""
         if mode:
             self._laid.put_back()
         self._laid.fresh = True
         return super().train(mode)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """As in ``nn.Module``."""
         self._laid.put_back()
         return super().apply(fn)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._laid.put_back()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     @overload
     def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
@@ -205,7 +190,10 @@ class SparseFFN(Configured):
         if not (plain or self._given):
             _down_layout.note_capture(self)
             return self._finish(self._adapted(x, with_aux), return_aux)  # type: ignore[no-any-return]
-        with contextlib.nullcontext() if compiling else _down_layout.turn(self):
+        lock = None if compiling else _down_layout.lock_of(self)
+        with lock or contextlib.nullcontext():
+            if lock:
+                _down_layout.settle(self)
             result = self._sparse(x, with_aux, how) if plain else self._adapted(x, with_aux)
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
@@ -260,7 +248,10 @@ class SparseFFN(Configured):
         found = list(self._operands())
         weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
         mains = self._main_grads(**dict(zip(_PROJECTIONS if self._gated else _PROJECTIONS[1:], weights)))
-        given: list[Any] = list(self._announced(*weights))
+        given: list[Any] = list(weights)
+        if self._accumulate_main_grad:
+            # backward adds to their mains, and such as tell the parameters so that want to know
+            given = list(map(autograd.announced, weights, self._owners(*weights)))
         extra = execution.NOTHING
         if self._casts and isinstance(x, Tensor) and x.is_floating_point() and x.dtype != weights[0].dtype:
             extra = execution.Extra(execution.Made(weights[0], 0, None))
@@ -277,21 +268,17 @@ class SparseFFN(Configured):
         """The weights and biases of the projections."""
         return map(self._applied, self._projections)
 
-    def _runs_dense(self, weight: Tensor) -> bool:
-        """Whether inference runs dense or not at all, whatever it meets."""
+    def _planned(self, weight: Tensor, training: bool) -> Any:
+        """How calls that read this down weight run, whatever they meet."""
         dtype = modes.product_dtype(weight.dtype, weight.device.type)
-        answer = adapted.planned(self, weight.shape[1], weight.shape[0], dtype, weight.device, False)
-        return answer.strategy in ("none", "dense")
+        return adapted.planned(self, weight.shape[1], weight.shape[0], dtype, weight.device, training)
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """The return value of ``forward``, from that of the function."""
         # a setting may have changed meanwhile
-        if not isinstance(result, tuple):
-            return result
-        y, aux = result
-        if self._record_aux:
-            self.aux = aux
-        return result if return_aux else y
+        if isinstance(result, tuple) and self._record_aux:
+            self.aux = result[1]
+        return result[0] if isinstance(result, tuple) and not return_aux else result
 
     def _is_plain(self) -> bool:
         """Whether calling the projections applies their weights and biases and does nothing else."""
@@ -395,10 +382,6 @@ class SparseFFN(Configured):
             return parameters["weight"], parameters["bias"]
         return child.weight, child.bias
 
-    def _first_weight(self) -> Tensor:
-        """The weight before the activation, as calls hand it to the operators."""
-        return self._applied("gate_proj" if self._gated else "up_proj")[0]
-
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
         """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
         if not self._accumulate_main_grad:
@@ -413,12 +396,6 @@ class SparseFFN(Configured):
                 )
             mains.append(main)
         return mains
-
-    def _announced(self, *weights: Tensor) -> Iterable[Tensor]:
-        """The weights; if backward adds to their mains, such as tell the parameters so that want to know."""
-        if not self._accumulate_main_grad:
-            return weights
-        return map(autograd.announced, weights, self._owners(*weights))
 
     def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
         """The parameters of which the weights are."""

@@ -112,12 +112,6 @@ def _cast(x: Tensor) -> Tensor:
     return x
 
 
-def whole(t: Tensor) -> Tensor:
-    """The full tensor of a DTensor, differentiably; other tensors as they are."""
-    full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return full
-
-
 def mean_over_ranks(value: Tensor) -> Tensor:
     """The mean over all ranks; ``value`` itself if torch.distributed is not in use."""
     if dist.is_available() and dist.is_initialized():

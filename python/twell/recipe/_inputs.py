@@ -10,7 +10,7 @@ from twell.base.activation import activation_of
 from twell.call import execution, functional
 from twell.call.execution import Aux
 from twell.nn import compaction
-from twell.recipe._aux import layers, require_gradients, whole, with_tokens
+from twell.recipe._aux import layers, require_gradients, with_tokens
 from twell.runtime import modes
 
 
@@ -43,13 +43,26 @@ def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[Input]:
             f"{next(iter(recorders)) or 'the layer'} kept no input since the last read, and no other layer did: the "
             "model was not called in training mode"
         )
-    counted = None if mask is None else _Counted(mask)
+    if mask is not None:
+        if modes.compiling():
+            raise NotImplementedError(
+                "attention_mask: expected a call outside of compiled graphs, whose sizes cannot follow a mask; compile "
+                "the model, not what reads its term"
+            )
+        places = compaction.whole(mask).reshape(-1).nonzero().squeeze(1)
     for name, layer in layers(model).items():
         where, kept = name or "the layer", list(recorders[name].kept)
         recorders[name].kept.clear()
         if torch.is_grad_enabled() and not all(each.grad for each in kept):
             require_gradients(f"{where} kept an input without its gradient", layer)
-        found = [Input(layer, x, _rows(x) if counted is None else counted(where, x)) for x, _ in kept]
+        found = []
+        for x, _ in kept:
+            rows = compaction.whole(x).reshape(-1, x.shape[-1])
+            if mask is not None:
+                _require_tokens(mask, where, x.shape[:-1], len(rows))
+                places = places.to(rows.device)
+                rows = rows.index_select(0, places)
+            found.append(Input(layer, x, rows))
         if not found:
             weight = layer.down_proj.weight
             x = torch.zeros(0, layer.hidden, dtype=weight.dtype, device=weight.device)
@@ -58,36 +71,15 @@ def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[Input]:
     return read
 
 
-def _rows(x: Tensor) -> Tensor:
-    x = whole(x)
-    return x.reshape(-1, x.shape[-1])
-
-
-class _Counted:
-    """Takes the rows of inputs at which a mask is not 0."""
-
-    def __init__(self, mask: Tensor) -> None:
-        if modes.compiling():
-            raise NotImplementedError(
-                "attention_mask: expected a call outside of compiled graphs, whose sizes cannot follow a mask; compile "
-                "the model, not what reads its term"
-            )
-        self.shape, self.places = mask.shape, whole(mask).reshape(-1).nonzero().squeeze(1)
-
-    def __call__(self, where: str, x: Tensor) -> Tensor:
-        rows = _rows(x)
-        tokens = x.shape[:-1]
-        # experts may get all tokens in another order
-        flat = len(tokens) == 1 and "experts" not in where.split(".")
-        if tokens != self.shape and not (flat and len(rows) == self.shape.numel()):
-            raise ValueError(
-                f"attention_mask must be of the tokens of {where}, {list(tokens)}, got {list(self.shape)}: experts, "
-                "sequences without their padding and the two halves of an encoder-decoder have other tokens; leave it "
-                "out there, and all tokens count"
-            )
-        if self.places.device != rows.device:
-            self.places = self.places.to(rows.device)
-        return rows.index_select(0, self.places)
+def _require_tokens(mask: Tensor, where: str, tokens: torch.Size, count: int) -> None:
+    # experts may get all tokens in another order
+    flat = len(tokens) == 1 and "experts" not in where.split(".")
+    if tokens != mask.shape and not (flat and count == mask.numel()):
+        raise ValueError(
+            f"attention_mask must be of the tokens of {where}, {list(tokens)}, got {list(mask.shape)}: experts, "
+            "sequences without their padding and the two halves of an encoder-decoder have other tokens; leave it out "
+            "there, and all tokens count"
+        )
 
 
 def gates(given: Input, most: int) -> Tensor:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from twell.call.execution import Aux
-from twell.nn.compaction import MLP
-from twell.recipe._aux import Call, layers, mean_over_layers, require_gradients, whole, with_tokens
+from twell.nn.compaction import MLP, whole
+from twell.recipe._aux import Call, layers, mean_over_layers, require_gradients, with_tokens
 from twell.recipe._inputs import figures, read_inputs
 
 
@@ -54,13 +54,6 @@ def require_mask(mask: object) -> None:
 
 def read_aux(model: nn.Module, several: bool, caller: str, mask: Tensor | None = None) -> list[tuple[MLP, Call]]:
     """The unread figures of each layer, as ``l1_term`` uses them; reading clears the record. Errors name ``caller``."""
-    calls = _read_calls(model, several, caller)
-    if mask is None:
-        return calls
-    return [(each.layer, Call(figures(each), not len(each.rows))) for each in read_inputs(model, mask)]
-
-
-def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP, Call]]:
     found, recorded, recorders = layers(model), {}, []
     for name, layer in found.items():
         recorder = getattr(layer, "_recorder", None)
@@ -79,22 +72,22 @@ def _read_calls(model: nn.Module, several: bool, caller: str) -> list[tuple[MLP,
         layer.aux = None
     idle = [name for name, calls in recorded.items() if not calls]
     evaluated = [name for name in idle if not found[name].training]
-    if evaluated or (len(idle) == len(found) and not any(recorder.skippable for recorder in recorders)):
-        raise RuntimeError(_nothing(caller, evaluated[:1] or idle[:1], bool(evaluated)))
+    if evaluated:
+        who = evaluated[0] or "the layer"
+        raise RuntimeError(f"{caller}: {who} recorded nothing: it is in eval mode; call train() on it")
+    if len(idle) == len(found) and not any(recorder.skippable for recorder in recorders):
+        raise RuntimeError(
+            f"{caller}: {idle[0] or 'the layer'} recorded nothing since the last read, which took all, and no other "
+            "layer did: the model was not called in training mode, or was compiled before record_aux and skipped its "
+            "hooks (torch.compiler.reset() helps); before a pass that may skip all layers call "
+            "clear_aux(model, skippable=True)"
+        )
     for name, layer in found.items():
         if torch.is_grad_enabled() and not all(call.aux.l1.requires_grad for call in recorded[name]):
             require_gradients(f"{caller}: the L1 of {name or 'the layer'} requires no grad", layer)
+    if mask is not None:
+        return [(each.layer, Call(figures(each), not len(each.rows))) for each in read_inputs(model, mask)]
     given = [call.aux.l1 for calls in recorded.values() for call in calls]
     like = whole(given[0]).detach() if given else next(iter(found.values())).down_proj.weight.new_zeros(()).float()
     nothing = Call(Aux(*(torch.zeros_like(like, dtype=dtype) for dtype in (like.dtype, torch.float32))), True)
     return [(layer, call) for name, layer in found.items() for call in recorded[name] or [nothing]]
-
-
-def _nothing(caller: str, names: list[str], evaluated: bool) -> str:
-    if evaluated:
-        return f"{caller}: {names[0] or 'the layer'} recorded nothing: it is in eval mode; call train() on it"
-    return (
-        f"{caller}: {names[0] or 'the layer'} recorded nothing since the last read, which took all, and no other layer "
-        "did: the model was not called in training mode, or was compiled before record_aux and skipped its hooks "
-        "(torch.compiler.reset() helps); before a pass that may skip all layers call clear_aux(model, skippable=True)"
-    )

@@ -74,7 +74,12 @@ def reinitialize_dead(
         if obstacle := _obstacle(layer, found.values()):
             raise ValueError(f"the gate of {where} must {obstacle}: leave the layer out of dead")
         projection, first = _gate_rows(layer)
-        weight = _whole(name, projection.weight, 2 * neurons if isinstance(layer, FusedGatedMLP) else neurons)
+        weight, rows = projection.weight, 2 * neurons if isinstance(layer, FusedGatedMLP) else neurons
+        if weight.dim() != 2 or weight.shape[0] != rows:
+            raise ValueError(
+                f"the gate of {where} must have {rows} rows, got {list(weight.shape)}: weights of FSDP1 are whole "
+                "within summon_full_params, those of fully_shard (FSDP2) need nothing"
+            )
         require(f"dead of {where}", mask, Tensor, "a bool tensor")
         if mask.dtype != torch.bool or mask.shape != (neurons,):
             raise ValueError(f"dead of {where} must be bool [{neurons}], got {mask.dtype} {list(mask.shape)}")
@@ -96,10 +101,10 @@ def trained_layers(module: nn.Module) -> set[str]:
     return {name for name, layer in found.items() if not _obstacle(layer, found.values())}
 
 
-def _gate_rows(layer: Any) -> tuple[nn.Module, int]:
+def _gate_rows(layer: Any) -> tuple[Any, int]:
     """The projection whose weight has the gate's rows, and the first of them: one of gate and up has both."""
     if isinstance(layer, FusedGatedMLP):
-        return layer._modules[layer._names[0]], layer.intermediate if layer._up_first else 0  # type: ignore[return-value]
+        return layer._modules[layer._names[0]], layer.intermediate if layer._up_first else 0
     return compaction.gate_of(layer), 0
 
 
@@ -140,12 +145,3 @@ def _part(whole: Tensor, like: Any) -> Tensor:
     replicas = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
     local: Tensor = replicas.redistribute(placements=like.placements).to_local()
     return local
-
-
-def _whole(name: str, weight: Any, rows: int) -> Tensor:
-    if weight.dim() != 2 or weight.shape[0] != rows:
-        raise ValueError(
-            f"the gate of {name or 'the layer'} must have {rows} rows, got {list(weight.shape)}: weights "
-            "of FSDP1 are whole within summon_full_params, those of fully_shard (FSDP2) need nothing"
-        )
-    return weight  # type: ignore[no-any-return]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from twell.base.arguments import require_choice, require_integer, require_positive
-from twell.nn.compaction import MLP
+from twell.nn.compaction import MLP, whole
 from twell.recipe import _inputs
-from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
+from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, with_tokens
 from twell.recipe._l1 import read_aux, require_mask
 from twell.runtime import modes
 from twell.runtime.log import logger
@@ -20,26 +20,22 @@ from twell.runtime.log import logger
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
 # neurons ended within a seventh of the target, those to 4 % up to a third below it.
 #
-# How far the slow part can move on the way to the target: e^12 is 160,000.
-_TRAVEL = 12.0
-# It moves at its full rate from an error of 1 / _SHARPNESS on.
-_SHARPNESS = 3.0
+# How far the slow part can move on the way to the target: e^12 is 160,000. It falls to _LEAST of the first coefficient
+# at the least, from where it comes back soon, and moves at its full rate from an error of 1 / _SHARPNESS on.
+_TRAVEL, _LEAST, _SHARPNESS = 12.0, 1e-3, 3.0
+# The fast part per unit of error, and the largest error that it follows.
+_DAMPING, _MOST_ERROR = 3.0, 1.0
 # The L1 term of the first step and the largest one, in nats, and in how many stages the goal falls over which share of
 # the steps.
 _BEGIN_TERM, _MOST_TERM = 0.01, 3.0
 _STAGES, _REACH = 4, 0.6
-# The fast part per unit of error, and the largest error that it follows.
-_DAMPING = 3.0
-_MOST_ERROR = 1.0
-# The slow part falls to this share of the first coefficient at the least, from where it comes back soon.
-_LEAST = 1e-3
 
 # Tokens per call whose gates are computed for their L1.
 _GATES = 2048
 
-# The entries of the state: logarithms of the coefficient without damping, of its first value, of the first and the
-# last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the coefficient; 1 once the term
-# has been held at its most. Before there is a usable reading, the logarithms are NaN.
+# The entries of the state: logarithms, NaN before a usable reading, of the coefficient without damping, of its first
+# value, of the first and the last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the
+# coefficient; 1 once the term has been held at its most.
 _, _BEGIN, _FIRST, _LAST, _FIRED, _NOW, _HELD = range(7)
 
 # With a threshold, L1 is steered to this many times the target, and the goals of both fall over these shares of the
@@ -73,12 +69,10 @@ class TargetSparsity:
     their steps. Where that happens the learning rate is too small for the target, or the steps are too few; ``read``
     warns once.
 
-    Everything is computed on the device of the model: no step waits. All ranks, if torch.distributed is initialised,
-    must call ``term`` and ``update``
-    equally often, whichever layers a rank skips and whichever experts it has tokens for; they share figures and
-    coefficients. Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no
-    more, are ignored: a step of nothing else leaves the coefficient and the figures as they are. Padding counts as
-    tokens unless ``term`` gets the ``attention_mask``.
+    No step waits for the device. If torch.distributed is initialised, all ranks share figures and coefficients and must
+    call ``term`` and ``update`` equally often, whichever layers a rank skips and whichever experts it has tokens for.
+    Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no more, are
+    ignored: a step of nothing else leaves all as it is. Padding counts unless ``term`` gets the ``attention_mask``.
 
     Args:
         nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
@@ -270,17 +264,7 @@ def _tensor(numbers: list[float] | None) -> Tensor | None:
 class TargetThreshold:
     """FATReLU with one threshold for all layers, which training moves until ``nnz`` neurons fire per token.
 
-    ::
-
-        recipe.record_aux(model, inputs=True)
-        target = recipe.TargetThreshold(model, nnz=30, steps=2000)
-        for ids, labels in batches:
-            loss = cross_entropy(model(ids), labels) + target.term(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            target.update()
-        target.settle()
+    Used as ``TargetSparsity``, after ``record_aux(model, inputs=True)`` and with ``settle()`` at the end.
 
     L1 of the gate, a ``TargetSparsity``, leaves twice the target's gates above 0, and the threshold silences the
     smaller half of them. After each step the logarithm of the threshold moves by the measured error,

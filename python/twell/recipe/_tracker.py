@@ -51,17 +51,7 @@ class SparsityStats:
 
 
 class SparsityTracker:
-    """Tracks L0, L1 and dead neurons per layer, on all ranks.
-
-    ::
-
-        tracker = recipe.SparsityTracker(model, every=100)
-        for step, ids in enumerate(batches):
-            with tracker.watch(step):
-                logits = model(ids)
-            ...  # loss, backward, optimizer
-            if step % 10 == 0:
-                stats = tracker.read()
+    """Tracks L0, L1 and dead neurons per layer, on all ranks, as in the example of ``twell.recipe``.
 
     L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons come
     from observed steps: the first step watched, also of a run that goes on from a checkpoint, and the multiples of
@@ -113,8 +103,6 @@ class SparsityTracker:
             recorder.observe = None
             recorder.figures.clear()
             recorder.inputs.clear()
-            if not recorder.term:
-                layer.record_aux, layer.aux = False, None
             _aux.release(layer)
 
     @contextmanager
@@ -179,7 +167,7 @@ class SparsityTracker:
         """The sums of the figures of a layer, and how many there are, float64 [3]."""
         total = torch.zeros(3, dtype=torch.float64, device=self._device())
         for aux in figures:
-            values = (_aux.whole(value).to(total.device, total.dtype, non_blocking=True) for value in aux)
+            values = (compaction.whole(value).to(total.device, total.dtype, non_blocking=True) for value in aux)
             total += torch.stack([*values, torch.ones_like(total[0])])
         return total
 
@@ -254,7 +242,7 @@ class SparsityTracker:
             )
         # the counts outlive an inference mode in which x may have been made
         with torch.inference_mode(False), torch.no_grad():
-            x = _aux.whole(x)
+            x = compaction.whole(x)
             if name not in self._open:
                 self._open[name] = torch.zeros(neurons + 1, dtype=torch.int64, device=x.device)
             compaction.count_call(layer, x, self._open[name])
