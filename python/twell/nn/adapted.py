@@ -49,7 +49,6 @@ class Way(NamedTuple):
 
     @property
     def dequantised(self) -> bool:
-        """Whether a call dequantises weights."""
         return any(each.dequantise for each in (self.up, self.down) if each is not None)
 
 

@@ -28,7 +28,7 @@ from twell.choose.plan import Facts, Route, plan, routed
 from twell.choose.site import AutoStrategy, tokens_of
 from twell.nn import down_layout
 from twell.nn.float8 import moving
-from twell.nn.settings import Configured
+from twell.nn.settings import Configured, name_of
 from twell.ops import hybrid
 from twell.ops.calls import How
 from twell.ops.operands import Layer
@@ -37,27 +37,6 @@ from twell.runtime.log import info_once, warn_once
 
 Codes = Literal["relu", "jumprelu", "topk", "batchtopk"]
 _CODES = ("relu", "jumprelu", "topk", "batchtopk")
-
-
-def why_dense(strategy: Any, n: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Why no call of an autoencoder [k, n] runs the sparse kernels; "" if calls may run them, or raise.
-
-    ``dtype`` is that of its products. Whether a gradient is needed is read from autograd's mode.
-    """
-    asked = "auto" if isinstance(strategy, AutoStrategy) else strategy
-    imposed = cards.imposed(device.type, device.index)
-    facts = Facts(strategy=asked, n=n, k=k, dtype=dtype, device=device.type, imposed=imposed, sliced=True)
-    answer = plan(facts._replace(training=torch.is_grad_enabled()))
-    if asked == "auto" and not isinstance(answer, Route):
-        # sizes and dtypes that the kernels do not take
-        return answer.shown.removeprefix("calls raise: ")
-    return answer.reason if isinstance(answer, Route) and answer.strategy == "dense" else ""
-
-
-def of_choice(layer: Layer, choice: Selection, strategy: Any, counts: Tensor | None) -> tuple[Tensor, Aux]:
-    """``sparse_ffn`` with ``aux`` of what PyTorch chooses of the pre-activations."""
-    extra, how = Extra(None, choice, counts), How(RELU, strategy)
-    return functional.run(functional.sparse_ffn, layer, how, None, True, extra)  # type: ignore[return-value]
 
 
 class SparseAutoencoder(nn.Module):
@@ -163,7 +142,7 @@ class SparseAutoencoder(nn.Module):
 
     @strategy.setter
     def strategy(self, value: Strategy | AutoStrategy) -> None:
-        routed(Facts(strategy="auto" if isinstance(value, AutoStrategy) else value))
+        routed(Facts(strategy=name_of(value)))
         self._strategy = value
 
     screen = Configured.screen
@@ -199,17 +178,15 @@ class SparseAutoencoder(nn.Module):
         ``encode`` and ``decode``.
         """
         centred = self._centred(x)
-        dtype = modes.product_dtype(x.dtype, x.device.type)
-        why = why_dense(self._strategy, self.d_sae, self.d_in, dtype, x.device)
+        why = self._why_dense(x)
         # a recomputation counts no token again
         counting = self.training and (modes.compiling() or not modes.in_backward())
         fired = torch.zeros_like(self.tokens_since_fired) if counting else None
         moves = counting and self.activation == "batchtopk"
         least = torch.full_like(self.threshold, torch.inf) if moves else None  # type: ignore[arg-type]
-        if why:
-            if self._strategy != "dense" and not modes.compiling():
-                say = warn_once if x.is_cuda else info_once
-                say(f"a SparseAutoencoder runs dense: {why}")
+        if why and self._strategy != "dense" and not modes.compiling():
+            say = warn_once if x.is_cuda else info_once
+            say(f"a SparseAutoencoder runs dense: {why}")
         site = "dense" if why else self._site() if self._strategy == "auto" else self._strategy
         y, aux = self._run(centred, site, fired, least)
         if fired is not None:
@@ -218,11 +195,22 @@ class SparseAutoencoder(nn.Module):
             y = y + F.linear(x, self.W_skip)
         return (y, aux) if return_aux else y
 
-    def encode(self, x: Tensor) -> Tensor:
-        """The codes [..., d_sae] of x [..., d_in], dense.
+    def _why_dense(self, values: Tensor) -> str:
+        """Why no call on values of this dtype runs the sparse kernels; "" if calls may run them, or raise.
 
-        Always by PyTorch's operators; moves and counts nothing.
+        Whether a gradient is needed is read from autograd's mode.
         """
+        asked, on = name_of(self._strategy), values.device
+        facts = Facts(strategy=asked, n=self.d_sae, k=self.d_in, device=on.type, sliced=True)
+        dtype, imposed = modes.product_dtype(values.dtype, on.type), cards.imposed(on.type, on.index)
+        answer = plan(facts._replace(dtype=dtype, imposed=imposed, training=torch.is_grad_enabled()))
+        if asked == "auto" and not isinstance(answer, Route):
+            # sizes and dtypes that the kernels do not take
+            return answer.shown.removeprefix("calls raise: ")
+        return answer.reason if isinstance(answer, Route) and answer.strategy == "dense" else ""
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The codes [..., d_sae] of x [..., d_in], dense, by PyTorch's operators; moves and counts nothing."""
         pre = F.linear(self._centred(x), self.W_enc.t(), self.b_enc)
         if self.activation == "jumprelu":
             return hidden_of(pre, Selection(self._level(), self.bandwidth))[0]
@@ -269,7 +257,8 @@ class SparseAutoencoder(nn.Module):
         if self.activation == "batchtopk" and self.training:
             layer = Layer(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
             choice = Selection(most=int((self.k or 0) * tokens_of(centred)), least=least)
-            return of_choice(layer, choice, site, fired)
+            extra, how = Extra(None, choice, fired), How(RELU, site)
+            return functional.run(functional.sparse_ffn, layer, how, None, True, extra)  # type: ignore[return-value]
         options: dict[str, Any] = {"activation": self.activation}
         if self.activation in ("jumprelu", "batchtopk"):
             level = self._level()
@@ -310,7 +299,10 @@ class SparseAutoencoder(nn.Module):
     @torch.no_grad()
     def normalize_decoder_(self) -> None:
         """Divide each row of the decoder by its norm, in place; rows of zeros stay. For after each optimizer step."""
-        self.W_dec.div_(_norms(self.W_dec))
+        # in float32 or wider
+        dtype = torch.promote_types(self.W_dec.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(self.W_dec, dim=1, keepdim=True, dtype=dtype)
+        self.W_dec.div_(norms.clamp(min=torch.finfo(dtype).tiny))
 
     def dead(self, after_tokens: int) -> Tensor:
         """Which neurons fired for none of the last ``after_tokens`` tokens of ``train`` mode: bool [d_sae]."""
@@ -349,15 +341,13 @@ class SparseAutoencoder(nn.Module):
 
     def explain(self, name: str = "") -> list[Choice]:
         """The rows of ``twell.explain`` for this layer."""
-        weight = self.W_enc
-        dtype = modes.product_dtype(weight.dtype, weight.device.type)
         rows = []
+        named = str(name_of(self._strategy))
+        most = hybrid.most_of_each(self.d_sae)
         for kind in ("inference", "training"):
             with torch.set_grad_enabled(kind == "training"):
-                why = why_dense(self._strategy, self.d_sae, self.d_in, dtype, weight.device)
-            named = "auto" if isinstance(self._strategy, AutoStrategy) else str(self._strategy)
+                why = self._why_dense(self.W_enc)
             reason = "not called yet" if named == "auto" else "it was named"
-            most = hybrid.most_of_each(self.d_sae)
             if kind == "training" and not why and (self.k or 0) > most:
                 why = f"k is above {most}" if named == "auto" else ""
                 reason = f"calls raise: k is above {most}"
@@ -383,13 +373,6 @@ SparseAutoencoder._is_within_ddp._dynamo_marked_constant = True  # type: ignore[
 def _keep_rows(module: SparseAutoencoder, incompatible_keys: Any) -> None:
     down_layout.store(module.W_enc, rows=True)
     down_layout.store(module.W_dec, rows=False)
-
-
-def _norms(rows: Tensor) -> Tensor:
-    """The norm of each row, float32 or wider [N, 1], above 0."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype)
-    return norms.clamp(min=torch.finfo(dtype).tiny)
 
 
 def _require_k(k: Any, activation: str, most: int) -> None:

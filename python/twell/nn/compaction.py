@@ -69,17 +69,17 @@ def count_firing(model: nn.Module) -> Iterator[dict[str, Firing]]:
     """Count how often each neuron of the twell layers of ``model`` fires, in every call inside the ``with``.
 
     ``model`` may itself be such a layer, whose name is "". A neuron fires for a token if its gate, after ReLU and
-    rounding to 16 bits, is not zero. The gate is computed once more for this, by PyTorch; kernels may differ where the
-    order of summation decides whether a gate is zero.
+    rounding to 16 bits, is not zero. PyTorch computes the gate once more for this; kernels may differ where the order
+    of summation decides whether a gate is zero. A projection that is more than its weight, as an adapter is, is called
+    a second time: its dropout draws another mask, and its batch norm sees the tokens twice.
+
     Works with and without gradients and under autocast, and never waits for the device. Recomputation by activation
     checkpointing is not counted. Counts are on the device of each layer, which must not move meanwhile, and can be read
     at any time.
 
-    A projection that is more than its weight, as an adapter is, is called a second time: its dropout draws another
-    mask, and its batch norm sees the tokens twice. Register pre-hooks that change a layer's input before this call.
-
     Counting uses hooks, which a model compiled before may not run, and which ``fullgraph=True`` refuses: call the
-    original, or compile inside. Pickle models outside the ``with``. Raises ValueError if there is no twell layer.
+    original, or compile inside. Register pre-hooks that change a layer's input before this call, and pickle models
+    outside the ``with``. Raises ValueError if there is no twell layer.
     """
     layers = named_layers(model)
     if not layers:
@@ -121,18 +121,12 @@ def count_call(mlp: MLP, x: Tensor, totals: Tensor) -> None:
         # autocast may have ended meanwhile
         weight, bias = cast(map(whole, (weight, bias)), x.dtype)
     tokens, fired = x.reshape(-1, x.shape[-1]), torch.zeros_like(totals[:-1])
-    for chunk in tokens.split(max(1, CHUNK_GATES // len(fired))):
+    for chunk in torch.split(tokens, max(1, CHUNK_GATES // len(fired))):
         # the projection may be more than its weight: an adapter, say
-        values = F.linear(chunk, weight, bias) if plain else gate_by_call(mlp, chunk)
+        values = F.linear(chunk, weight, bias) if plain else mlp._gate(as_parameters(mlp, chunk))
         fired += (activation_of("fatrelu", mlp.threshold).after(values) != 0).sum(0)
     totals[:-1] += fired
     totals[-1] += tokens.shape[0]
-
-
-def gate_by_call(mlp: MLP, rows: Tensor) -> Tensor:
-    """The gate [M, N] of rows [M, K] before its activation, by calling a projection that is more than a weight."""
-    gate: Tensor = mlp._gate(as_parameters(mlp, rows))
-    return gate
 
 
 def as_parameters(mlp: MLP, rows: Tensor) -> Tensor:
@@ -206,8 +200,7 @@ def compact(
 ) -> tuple[Module, CompactionReport]:
     """Remove the neurons of ``module`` that are not alive; return the result and a report.
 
-    The result is exact where no removed neuron would fire; elsewhere the terms of those neurons are missing. ``alive``
-    comes from data and holds for that data alone.
+    The result is exact where no removed neuron would fire; elsewhere the terms of those neurons are missing.
 
     Args:
         module: a SparseGatedMLP, a SparseMLP, or any model with such layers, whatever ``sparsify_`` makes among them.
@@ -215,16 +208,14 @@ def compact(
         alive: for a layer its ``Firing``, whose neurons must have fired once, or bool [N] that is true for neurons to
             keep, on any device. For a model a mapping from names of layers, as in ``named_modules``, to these, as
             ``count_firing`` gives it; layers that it does not name stay as they are.
-        inplace: change the layers of ``module`` itself and return it. Otherwise return a copy and leave ``module`` as
-            it is.
+        inplace: change the layers of ``module`` itself and return it, not a copy.
 
-    A compacted layer stays what it was except for N: class, ``strategy``, hooks and all else are kept. Its neurons keep
-    their order. Their parameters are new, on the same device and with the same ``requires_grad``; gradients,
-    ``main_grad`` and the state of an optimizer do not follow, so make the optimizer afterwards. Parameters that other
-    modules share are no longer shared.
+    A compacted layer stays what it was except for N: class, ``strategy``, hooks and all else are kept, and neurons keep
+    their order. Their parameters are new, on the same device, with the same ``requires_grad`` and no longer shared with
+    other modules; gradients, ``main_grad`` and the state of an optimizer do not follow: make the optimizer afterwards.
 
     N stays a multiple of 8, so up to 7 neurons that are not alive are kept, the first ones. The gate GEMM's kernel
-    computes tiles of 256 neurons: it gains for each 256 that N falls. Compacting again is possible.
+    gains for each 256 that N falls. Compacting again is possible.
 
     Each compacted layer gets a child ``compaction`` (see there) with ``kept``, bool [N], and ``neurons``, their
     original indices. To load its state dict into a fresh model, compact that with the masks first:

@@ -103,10 +103,7 @@ class SparseMLPParallel(ParallelStyle):
         _distribute(module.down_proj, "weight", device_mesh, Shard(1), source)
         down_layout.store(module.down_proj.weight, rows=module.down_layout == "rows")
 
-        input_layouts, output_layouts, local = self.input_layouts, self.output_layouts, self.use_local_output
-
-        def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            return _place((arguments, named), device_mesh, input_layouts)
+        output_layouts, local = self.output_layouts, self.use_local_output
 
         def reduce(layer: Any, _: object, result: Any) -> Any:
             y, aux = result if isinstance(result, tuple) else (result, None)
@@ -121,7 +118,7 @@ class SparseMLPParallel(ParallelStyle):
 
         # prepended: other hooks, earlier or later, see DTensors that fit the weights go in and figures of the whole
         # layer come out
-        module.register_forward_pre_hook(place, with_kwargs=True, prepend=True)
+        module.register_forward_pre_hook(_placing(device_mesh, self.input_layouts), with_kwargs=True, prepend=True)
         module.register_forward_hook(reduce, prepend=True)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in list(hooks)[1:]:
@@ -156,13 +153,12 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         if isinstance(module, (SparseGatedMLP, SparseMLP)):
             plan[name] = SparseMLPParallel()
             done.update(module.modules(), _inputs(module))
+        # they use parameters without calling the modules that hold them
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            done.update(module.modules())
     if not plan:
         raise ValueError(f"model must have layers of twell.nn, which sparsify makes, got {type(model).__name__}")
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in names:
-        # they use parameters without calling the modules that hold them
-        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
-            done.update(module.modules())
     for module, name in names.items():
         if module not in done and module._parameters and not any(module.children()):
             plan[name] = _Whole(made)
@@ -189,13 +185,10 @@ class _Whole(ParallelStyle):
             whole = distribute_tensor(buffer, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
             module.register_buffer(name, whole, persistent=name not in module._non_persistent_buffers_set)
 
-        def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            return _place((arguments, named), device_mesh, (Replicate(),))
-
         def take(_: nn.Module, __: object, result: Any) -> Any:
             return pytree.tree_map_only(DTensor, lambda t: _redistributed(t, (Replicate(),), True), result)
 
-        module.register_forward_pre_hook(place, with_kwargs=True)
+        module.register_forward_pre_hook(_placing(device_mesh, (Replicate(),)), with_kwargs=True)
         module.register_forward_hook(take)
         return module
 
@@ -212,13 +205,13 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
     module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
 
 
-def _place(tree: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
-    """``tree`` with DTensors in place of its plain tensors."""
+def _placing(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
+    """A pre-hook with arguments by name, which puts DTensors in place of plain tensors."""
 
     def place(t: Tensor) -> Tensor:
         return t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, placements, run_check=False)
 
-    return pytree.tree_map_only(Tensor, place, tree)
+    return lambda _, *arguments: pytree.tree_map_only(Tensor, place, arguments)
 
 
 def _redistributed(t: DTensor, placements: tuple[Placement, ...], local: bool) -> Tensor:

@@ -17,6 +17,7 @@ from twell.choose import cards
 from twell.choose.explanation import Choice
 from twell.choose.plan import Facts, unpackable
 from twell.choose.site import AutoStrategy
+from twell.nn.layers import GATED
 from twell.nn.record import watch
 from twell.nn.settings import Configured, setting
 from twell.ops.calls import How
@@ -103,10 +104,6 @@ def _static(scale: Tensor) -> Tensor:
     return made
 
 
-# projections' own names, which a subclass may define
-_NAMES = {"gate_proj", "up_proj", "down_proj"}
-
-
 class Float8MLP(Configured):
     """``twell.sparse_gated_ffn`` of e4m3 weights on bfloat16 x [..., hidden], or ``twell.sparse_ffn`` without a gate.
 
@@ -158,7 +155,8 @@ class Float8MLP(Configured):
         self._names = tuple(names) if gate is not None else tuple(names[-2:])
         records = [record for record in (gate, up, down) if record is not None]
         given = tuple(biases) if gate is not None else tuple(biases[-2:])
-        taken = [name for name in self._names if name not in _NAMES and hasattr(type(self), name)]
+        # a subclass may define projections' own names
+        taken = [name for name in self._names if name not in GATED and hasattr(type(self), name)]
         if len(set(self._names)) != len(records) or taken:
             raise ValueError(f"names must be {len(records)} names of their own for projections, got {list(names)}")
         if len(given) != len(records) or (gate is None and len(biases) > 2 and biases[0] is not None):
@@ -176,7 +174,6 @@ class Float8MLP(Configured):
         super().__setattr__(name, _static(value) if name == "input_scale" and value is not None else value)
 
     def _add(self, name: str, record: Float8, bias: Tensor | None, is_down: bool) -> None:
-        """Take a projection."""
         setattr(self, name, Float8Projection(record, bias, by_columns=is_down))
 
     def _asked(self) -> How:
@@ -204,13 +201,14 @@ class Float8MLP(Configured):
     def explain(self, name: str = "") -> list[Choice]:
         """The rows of ``twell.explain`` for this layer."""
         on, site = getattr(self, self._names[-1]).weight.device, self._site()
+        measured = list[Choice]()
         if site is None:
-            named = "row" if self.invariant else str(self.strategy)
-            rows = [Choice(name, "inference", "any", "", named, "invariant=True" if self.invariant else "it was named")]
+            how = ("row", "invariant=True") if self.invariant else (str(self.strategy), "it was named")
         elif imposed := cards.imposed(on.type, on.index):
-            rows = [Choice(name, "inference", "any", "", "dense", imposed)]
+            how = "dense", imposed
         else:
-            rows = site.explain(name) or [Choice(name, "inference", "any", "", "auto", "not called yet")]
+            how, measured = ("auto", "not called yet"), site.explain(name)
+        rows = measured or [Choice(name, "inference", "any", "", *how)]
         return [row._replace(layout="rows") for row in rows]
 
     def extra_repr(self) -> str:

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 DownLayout = Literal["auto", "rows", "linear"]
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# the names of projections
+GATED = ("gate_proj", "up_proj", "down_proj")
+PLAIN = GATED[1:]
 
 
 class SparseFFN(Configured):
@@ -43,7 +45,7 @@ class SparseFFN(Configured):
     aux: Aux | None = None
     _settings = Configured._settings | {"down_layout", "accumulate_main_grad", "record_aux"}
     # the names of the children that are projections, in the order of calls
-    _projections: tuple[str, ...] = _PROJECTIONS
+    _projections: tuple[str, ...] = GATED
     # ``own_code`` of those of other classes that were seen to compute the same, and whether weights are cast as x is
     _linears: tuple[Any, ...] = ()
     _casts = False
@@ -244,10 +246,9 @@ class SparseFFN(Configured):
             return known((*operands, *biases), how)
 
     def _sparse(self, x: Tensor, with_aux: bool, how: How) -> Any:
-        """The result of the layer's function."""
         found = list(self._operands())
         weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
-        mains = self._main_grads(**dict(zip(_PROJECTIONS if self._gated else _PROJECTIONS[1:], weights)))
+        mains = self._main_grads(**dict(zip(GATED if self._gated else PLAIN, weights)))
         given: list[Any] = list(weights)
         if self._accumulate_main_grad:
             # backward adds to their mains, and such as tell the parameters so that want to know
@@ -265,7 +266,6 @@ class SparseFFN(Configured):
         return functional.run(function, Layer(x, *given, *biases), how, mains, with_aux, extra)
 
     def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
-        """The weights and biases of the projections."""
         return map(self._applied, self._projections)
 
     def _planned(self, weight: Tensor, training: bool) -> Any:
@@ -457,7 +457,7 @@ class SparseGatedMLP(SparseFFN):
 class SparseMLP(SparseFFN):
     """``down_proj(relu(up_proj(x)))`` through ``twell.sparse_ffn``; all else as in ``SparseGatedMLP``."""
 
-    _projections = _PROJECTIONS[1:]
+    _projections = PLAIN
 
     @classmethod
     def from_linear(cls, up: nn.Linear, down: nn.Linear, **options: Any) -> Self:

@@ -31,7 +31,9 @@ class SharedLinear(nn.Linear):
         self.register_parameter("weight", linear.weight)  # type: ignore[arg-type]
         self.register_parameter("bias", linear.bias)
         self.train(linear.training)
-        _keep_attributes(self, linear)
+        # what a model's code has set on it, as a factor for its learning rate
+        keep_hook(self, linear)
+        vars(self).update({name: value for name, value in vars(linear).items() if not hasattr(self, name)})
 
 
 class Deferred:
@@ -63,15 +65,12 @@ class Deferred:
         return [*map(_version, tensors), where]
 
     def behind(self, act: Any) -> Deferred:
-        """What an activation makes of it."""
         return Deferred(self._up, self.taken(), self, act)
 
     def is_of(self, down: PairDown) -> bool:
         """Whether the work of ``fc1`` and the activation of a pair is left to do, and nothing else was done."""
-        up = down.up_proj
-        own = (
-            self._up is up and self._weight is up._parameters.get("weight") and self._bias is up._parameters.get("bias")
-        )
+        up, held = down.up_proj, down.up_proj._parameters
+        own = self._up is up and self._weight is held.get("weight") and self._bias is held.get("bias")
         return own and self._act is not None and self._made is None and down.applies(self._act)
 
     def taken(self) -> Any:
@@ -123,7 +122,6 @@ class Deferred:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
         plain = self._x.dtype if self._up._casts else self._weight.dtype
         return modes.product_dtype(plain, self._weight.device.type)
 
@@ -219,7 +217,6 @@ class PairDown(nn.Module):
 
     @property
     def down_proj(self) -> Any:
-        """This layer itself."""
         return self
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +228,7 @@ class PairDown(nn.Module):
                 "out by filter_fn"
             )
         if type(x) is Deferred:
-            if x.is_of(self) and not _hooks_of_others(self):
+            if x.is_of(self) and not any(HOOKS_OF_ALL) and all(map(_is_of_twell, _hooks(self))):
                 if self.up_proj.used_by and not modes.compiling():
                     del self.up_proj.used_by
                 return super().__call__(x.taken(), *args, **kwargs)
@@ -332,7 +329,6 @@ class HandOn(nn.Identity):
         return super().__call__(x)
 
     def forward(self, x: Any) -> Any:
-        """x [..., intermediate] -> [..., intermediate]."""
         return x.behind(self) if type(x) is Deferred else activated(self, x)
 
 
@@ -348,15 +344,8 @@ def applied(linear: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """The hooks of a module's calls."""
     # by the dictionary: a graph does not look again at attributes that were empty
     return [hook for kind in HOOKS for hook in module.__dict__[kind].values()]
-
-
-def _hooks_of_others(module: nn.Module) -> list[Any]:
-    """Those of others than twell, and the hooks of all modules."""
-    own = [hook for hook in _hooks(module) if not _is_of_twell(hook)]
-    return [*own, *(hook for hooks in HOOKS_OF_ALL for hook in hooks.values())]
 
 
 def _is_of_twell(hook: Any) -> bool:
@@ -401,9 +390,3 @@ def put_pair(
     if isinstance(block, nn.TransformerEncoderLayer):
         # else its fast path for inference would read the weights and run dense
         block.activation_relu_or_gelu = 0
-
-
-def _keep_attributes(made: nn.Module, of: nn.Module) -> None:
-    """Give a new layer what a model's code has set on the one that it replaces, as a factor for its learning rate."""
-    keep_hook(made, of)
-    vars(made).update({name: value for name, value in vars(of).items() if not hasattr(made, name)})

@@ -29,7 +29,7 @@ from twell.runtime.log import logger
 E4M3 = torch.float8_e4m3fn
 _FORMAT = {"num_bits": 8, "type": "float", "symmetric": True}
 # torch.compile, checkpoints and FSDP have the module that they wrap under these names
-_WRAPPER = re.compile(r"\.(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # the class of entries of experts of transformers that are stacked in tensors
 EXPERTS = "sparse_experts"
 
@@ -88,10 +88,14 @@ class Layer(NamedTuple):
     activation: Activation | None
 
 
+def unwrapped(name: str) -> str:
+    """The name that a module has without wrappers of torch."""
+    # without patterns, so that a graph can be traced
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of a model by the names that they have without wrappers of torch."""
-    for name, module in model.named_modules():
-        yield _WRAPPER.sub("", f".{name}").removeprefix("."), module
+    return ((unwrapped(name), module) for name, module in model.named_modules())
 
 
 def layer_of(name: str, layer: Any) -> Layer | None:

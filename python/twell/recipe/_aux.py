@@ -11,12 +11,10 @@ from twell.base.arguments import require_flag, require_integer
 from twell.call.execution import Aux
 from twell.nn.compaction import MLP, gate_of
 from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.record import unwrapped
 from twell.runtime import modes
 
 T = TypeVar("T")
-
-# parts that wrappers add to the names of modules
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 # Most unread calls of one layer: beyond that, reading was forgotten.
 _MOST_UNREAD = 1024
@@ -60,7 +58,6 @@ class Recorder:
         return Recorder().__dict__
 
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: record or count the layer's input."""
         if not ((self.observing or self.keeping) and layer.training):
             return
         x = args[0] if args else kwargs.get("x")
@@ -78,7 +75,6 @@ class Recorder:
             self.observe(x.detach())
 
     def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: record the figures of the call."""
         aux = layer.aux
         if aux is None or not layer.training:
             return
@@ -131,12 +127,9 @@ def layers(model: nn.Module) -> dict[str, MLP]:
     within: Any = model
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         within = model.module
-    # as a graph can be traced: without a context and without patterns
-    found = {
-        ".".join(part for part in name.split(".") if part not in _WRAPPERS): layer
-        for name, layer in within.named_modules()
-        if isinstance(layer, (SparseGatedMLP, SparseMLP))
-    }
+    # without a context, so that a graph can be traced
+    kinds, modules = (SparseGatedMLP, SparseMLP), within.named_modules()
+    found = {unwrapped(name): layer for name, layer in modules if isinstance(layer, kinds)}
     if not found:
         raise ValueError(
             f"model must have layers of twell.nn, got none in {type(model).__name__}; twell.sparsify_ replaces a "

@@ -95,7 +95,7 @@ def gates(given: Input, most: int) -> Tensor:
         gate = F.linear(rows, weight, bias)
     else:
         # an adapter, say
-        gate = compaction.gate_by_call(layer, rows)
+        gate = layer._gate(compaction.as_parameters(layer, rows))
     return F.relu(gate).float()
 
 

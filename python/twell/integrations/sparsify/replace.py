@@ -29,18 +29,8 @@ from twell.integrations.sparsify.candidates import (
     outside_layers,
 )
 from twell.integrations.sparsify.known import LIKELY, SEQUENCE, Known, known, known_sequence
-from twell.nn.converted import (
-    GATED,
-    PLAIN,
-    Applied,
-    FusedGatedMLP,
-    GivenGatedMLP,
-    NamedGatedMLP,
-    NamedMLP,
-    below,
-    turn,
-)
-from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.nn.converted import Applied, FusedGatedMLP, GivenGatedMLP, NamedGatedMLP, NamedMLP, below, turn
+from twell.nn.layers import GATED, PLAIN, SparseFFN, SparseGatedMLP, SparseMLP
 from twell.nn.models import named_layers
 from twell.nn.pairs import SparseDown, pair_up, put_pair
 from twell.runtime import geometry
