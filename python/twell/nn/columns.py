@@ -1,7 +1,7 @@
 """Matrices that are read from weights and adapters, and the layer on them, whose backward pass reads them again.
 
-In PyTorch's own graph the weights of a layer with adapters would live until backward, and each small step would be a
-node and more passes over all tokens. Here all is one node. A compiler gets the operators without it.
+In PyTorch's own graph the weights of a layer with adapters would live until backward, and each small step would pass
+over all tokens. Here all is one node. A compiler gets the operators without it.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """Neurons that never fire: count firing, remove dead neurons from a layer.
 
-A neuron whose gate is zero adds exactly nothing. Without it a layer computes the same function wherever it would not
-have fired, and the gate GEMM, the one product that sparsity does not skip, is smaller. "Never fired on this data" is
-not "cannot fire": nothing is removed unless asked for.
+A neuron whose gate is zero adds exactly nothing, and without it the gate GEMM, the one product that sparsity does not
+skip, is smaller. "Never fired on this data" is not "cannot fire": nothing is removed unless asked for.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ CHUNK_GATES = 1 << 24
 class Firing:
     """How often each of N neurons fired, and over how many tokens.
 
-    totals: int64 [N + 1], the N counts and then the tokens. Evidence of several runs, or of ranks by an all-reduce, is
-        that of the sum of their totals.
+    totals: int64 [N + 1], the N counts and then the tokens; those of several runs or ranks are their sum.
     """
 
     totals: Tensor
@@ -176,8 +174,7 @@ class CompactionReport:
 class Compaction(nn.Module):
     """The record of a compacted layer, its child ``compaction``; computes nothing.
 
-    kept: bool [N], a persistent buffer: True for neurons of the original layer that are still there. It says which
-    neurons a checkpoint holds; ``compact`` takes it to make a fresh layer fit.
+    kept: bool [N], a persistent buffer: the neurons of the original layer that are still there, so in a checkpoint.
     """
 
     kept: Tensor
@@ -193,10 +190,7 @@ class Compaction(nn.Module):
 
 
 def compact(
-    module: Module,
-    alive: Tensor | Firing | Mapping[str, Tensor] | Mapping[str, Firing],
-    *,
-    inplace: bool = False,
+    module: Module, alive: Tensor | Firing | Mapping[str, Tensor] | Mapping[str, Firing], *, inplace: bool = False
 ) -> tuple[Module, CompactionReport]:
     """Remove the neurons of ``module`` that are not alive; return the result and a report.
 

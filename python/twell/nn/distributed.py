@@ -37,11 +37,10 @@ __all__ = ["SparseMLPParallel", "tensor_parallel_plan"]
 class SparseMLPParallel(ParallelStyle):
     """The style of ``parallelize_module`` for ``twell.nn.SparseGatedMLP`` and ``SparseMLP``: divides the neurons.
 
-    Each rank holds rows of the gate and up projections with their biases, and columns of the down projection. The bias
-    of the down projection is whole on all ranks and added once. The part of ``down_proj.weight`` has the module's
-    ``down_layout``. Every share of neurons must be a multiple of 8, unless the strategy is "dense". ``hidden`` and
-    ``intermediate`` stay those of the whole layer. With strategy "auto" each rank measures its own neurons and chooses
-    for itself.
+    Each rank holds rows of the gate and up projections with their biases, and columns of the down projection, in the
+    module's ``down_layout``; the down bias is whole on all ranks and added once. Every share of neurons must be a
+    multiple of 8, unless the strategy is "dense". ``hidden`` and ``intermediate`` stay those of the whole layer. With
+    strategy "auto" each rank measures its own neurons and chooses for itself.
 
     Args:
         input_layouts: placement of x if it is not a DTensor: Replicate(), the default, or Shard(1) for sequence
@@ -135,10 +134,10 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
       parameters become DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture; shared ones stay
       shared. Those of a module with children, of ``nn.MultiheadAttention`` and of ``nn.RNNBase`` stay plain tensors.
 
-    The model takes and returns plain tensors, the same on all ranks. The plan is a dictionary of torch's styles, whose
-    entries may be replaced: ``plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())`` divides a vocabulary
-    whose weight no other module has, and ``ColwiseParallel()`` of ``q_proj``, ``k_proj`` and ``v_proj`` with
-    ``RowwiseParallel()`` of ``o_proj`` the heads of Llama, Mistral and Qwen2.
+    The model takes and returns plain tensors, the same on all ranks. Entries of the plan, torch's styles, may be
+    replaced: ``plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())`` divides a vocabulary whose weight no
+    other module has, and ``ColwiseParallel()`` of ``q_proj``, ``k_proj`` and ``v_proj`` with ``RowwiseParallel()`` of
+    ``o_proj`` the heads of Llama, Mistral and Qwen2.
 
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
     positions by the length of their input. Dropout needs the same seed on all ranks of the mesh.

@@ -1,12 +1,11 @@
 """How ``down_proj.weight`` lies in memory: by rows of neurons for the kernels, as nn.Linear stores it for other code.
 
 With ``down_layout="auto"`` a layer lays its weight by rows before an inference call on a GPU, if nothing but the layer
-holds the Parameter and its memory: no optimizer, list, state dict, view or export. So nothing else can notice. The
-layer puts the weight back before it hands it out: when it is listed, saved, copied, moved, or trained.
+holds the Parameter and its memory, so that nothing else can notice, and puts it back before it hands it out: when it is
+listed, saved, copied, moved, or trained.
 """
 
 import contextlib
-import functools
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -55,16 +54,14 @@ class Laid:
 
     def put_back(self) -> None:
         """Store the weight as nn.Linear does."""
-        if modes.compiling() or self.weight is None or _UNLISTED.get():
-            return
         # a compiler lists what it traces, to read it
-        if TracingContext.try_get() is not None:
+        if modes.compiling() or self.weight is None or _UNLISTED.get() or TracingContext.try_get() is not None:
             return
         with self.lock:
             if self.weight is None:
                 return
             captured = memory.is_captured(self.weight) or modes.capturing(self.weight)
-            if captured or _uses(self.weight)[:2] != _uses_of_one()[:2]:
+            if captured or _uses(self.weight)[:2] != _USES_OF_ONE[:2]:
                 reader = "a CUDA graph reads it" if captured else "another tensor has its memory"
                 then = "capture again" if captured else "make that one again"
                 warn_once(
@@ -187,10 +184,8 @@ def _uses(tensor: Tensor) -> tuple[int, int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), tensor._use_count()  # type: ignore[attr-defined]
 
 
-@functools.cache
-def _uses_of_one() -> tuple[int, int, int]:
-    """``_uses`` of a tensor whose memory no other one has."""
-    return _uses(torch.empty(1, device="cpu"))
+# of a tensor whose memory no other one has
+_USES_OF_ONE = _uses(torch.empty(1, device="cpu"))
 
 
 def _owns_memory(weight: Tensor) -> bool:
@@ -200,7 +195,7 @@ def _owns_memory(weight: Tensor) -> bool:
     place = storage._cdata
     del storage
     sent = any(shared.cdata == place for shared in list(shared_cache.values()))
-    return whole and not sent and _uses(weight) == _uses_of_one()
+    return whole and not sent and _uses(weight) == _USES_OF_ONE
 
 
 def store(weight: Tensor, rows: bool) -> None:

@@ -206,10 +206,8 @@ class SparseFFN(Configured):
         else, and whether the down weight lies as it should.
         """
         children = self._modules
-        if not isinstance(x, Tensor):
-            return None
         # one that was set beside a projection may take its role
-        if len(children) != self._children:
+        if not isinstance(x, Tensor) or len(children) != self._children:
             return None
         operands: list[Tensor | None] = [x]
         biases: list[Tensor | None] = []
@@ -418,11 +416,11 @@ class SparseGatedMLP(SparseFFN):
 
     ``gate_proj``, ``up_proj`` [intermediate, hidden] and ``down_proj`` [hidden, intermediate] are ``nn.Linear``
     children with their usual initialisation, names, shapes and layout; each has a ``bias`` if asked for. On a GPU the
-    kernels read ``down_proj.weight`` by rows of neurons. For inference the layer stores it so while nothing else holds
+    kernels read ``down_proj.weight`` by rows of neurons: for inference the layer stores it so while nothing else holds
     it (``twell.nn.set_down_layout``); training copies it at each call.
 
     With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
-    part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
+    part of autograd's graph: set ``aux`` to None after reading it. Copies and pickles leave it out.
 
     The kernels read the weights and biases; the projections themselves are not called. LoRA adapters of peft and some
     quantised weights are read, too, and a gate projection that is anything else is called (docs/models.md); "auto"
@@ -432,13 +430,14 @@ class SparseGatedMLP(SparseFFN):
 
     ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of
     ``twell.sparse_gated_ffn`` and may be set at any time, the threshold to a tensor, too; the state dict holds none of
-    them. With "auto" the module has its own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls;
-    ``twell.explain`` shows it. ``screen``, "auto" or "off", is its, or that of an ``AutoStrategy`` that was given as
-    ``strategy``; None leaves it. A named strategy stays, except that float32 and float64 run dense.
+    them. With "auto" the module has its own ``AutoStrategy``, which ``twell.explain`` shows. ``screen``, "auto" or
+    "off", is its, or that of an ``AutoStrategy`` given as ``strategy``; None leaves it. A named strategy stays, except
+    that float32 and float64 run dense.
+
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
-    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has the
-    attribute ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its
-    hooks run; compiled graphs set it as they begin.
+    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has
+    ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its hooks run;
+    compiled graphs set it as they begin.
     """
 
     gate_proj: nn.Linear

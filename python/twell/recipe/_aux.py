@@ -57,6 +57,12 @@ class Recorder:
     def __getstate__(self) -> dict[str, Any]:
         return Recorder().__dict__
 
+    def forget(self) -> None:
+        """Leave nothing for the tracker."""
+        self.observe = None
+        self.inputs.clear()
+        self.figures.clear()
+
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not ((self.observing or self.keeping) and layer.training):
             return
@@ -65,13 +71,13 @@ class Recorder:
             # the layer itself refuses it
             return
         compiling = modes.compiling()
-        if self.keeping and (compiling or not modes.in_backward()):
-            self.kept.append(Kept(_cast(x), torch.is_grad_enabled()))
-        if not self.observing:
+        if not compiling and modes.in_backward():
             return
-        if compiling:
+        if self.keeping:
+            self.kept.append(Kept(_cast(x), torch.is_grad_enabled()))
+        if self.observing and compiling:
             self.inputs.append(_cast(x.detach()))
-        elif self.observe is not None and not modes.in_backward():
+        elif self.observing and self.observe is not None:
             self.observe(x.detach())
 
     def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:

@@ -155,7 +155,10 @@ class TargetSparsity:
         top = first.clamp(min=math.log(self.nnz))
         goal = top + self.progress(self.step) * (math.log(self.nnz) - top)
         error = (last - goal).clamp(-_MOST_ERROR, _MOST_ERROR)
-        moved = slow + self._rate() * (error * _SHARPNESS).clamp(-1, 1)
+        way = max(1.0, self.reach * self.steps)
+        # behind the way it falls to 0
+        left = min(1.0, max(0.0, (self.steps - self.step) / max(1.0, self.steps - way)))
+        moved = slow + _TRAVEL / way * left * (error * _SHARPNESS).clamp(-1, 1)
         moved = torch.maximum(moved, begin + math.log(_LEAST))
         # where the term is at its most, the slow part does not sum what has no effect
         most = math.log(_MOST_TERM) - l1
@@ -204,12 +207,6 @@ class TargetSparsity:
         """Go on from ``state``; terms since the last update are forgotten. ValueError if it is of another target."""
         _require_state(state, self.state_dict())
         self.step, self._state, self._sum = int(state["step"]), _tensor(state["state"]), None
-
-    def _rate(self) -> float:
-        """How far the logarithm of the coefficient moves per step and unit of error; after the way it falls to 0."""
-        way = max(1.0, self.reach * self.steps)
-        left = (self.steps - self.step) / max(1.0, self.steps - way)
-        return _TRAVEL / way * min(1.0, max(0.0, left))
 
     def _on(self, l1: Tensor) -> Tensor:
         """The state on the device of ``l1``, made of it if this is the first step."""
@@ -391,12 +388,9 @@ class TargetThreshold:
 
     def _write(self) -> None:
         """Give the layers the threshold of the state."""
+        log = torch.full((), math.nan, device="cpu") if self._state is None else self._state[0]
         for level in self._levels.values():
-            if self._state is None:
-                level.fill_(self._begin)
-            else:
-                log = self._state[0]
-                level.copy_(torch.where(log.isnan(), self._begin, log.exp()), non_blocking=True)
+            level.copy_(torch.where(log.isnan(), self._begin, log.exp()), non_blocking=True)
 
 
 def _threshold_of(found: dict[str, MLP]) -> float:

@@ -100,9 +100,7 @@ class SparsityTracker:
         for name, layer in self._layers.items():
             recorder = self._recorders[name]
             recorder.tracked = recorder.observing = False
-            recorder.observe = None
-            recorder.figures.clear()
-            recorder.inputs.clear()
+            recorder.forget()
             _aux.release(layer)
 
     @contextmanager
@@ -124,9 +122,8 @@ class SparsityTracker:
             self._step = step
             self._observing = self.every > 0 and (self._fresh or step % self.every == 0)
         for name, recorder in self._recorders.items():
-            recorder.inputs.clear()
-            # left by compiled layers in a checkpoint that backward ran again
-            recorder.figures.clear()
+            # what compiled layers left in a checkpoint that backward ran again
+            recorder.forget()
             recorder.called = False
             recorder.observing = self._observing
             if self._observing:
@@ -137,31 +134,28 @@ class SparsityTracker:
         if not self._watched:
             self._open.clear()
         for recorder in self._recorders.values():
-            recorder.observe = None
-            recorder.inputs.clear()
-            recorder.figures.clear()
+            recorder.forget()
 
     def end(self) -> None:
         """End ``begin`` and count its calls."""
         for recorder in self._recorders.values():
-            observe, recorder.observe = recorder.observe, None
             for x in recorder.inputs:
-                assert observe is not None
-                observe(x)
-            recorder.inputs.clear()
+                assert recorder.observe is not None
+                recorder.observe(x)
+        with torch.inference_mode(False):
+            added = torch.stack([self._added(recorder.figures) for recorder in self._recorders.values()])
         # a pass may skip all layers, and a rank may have no token for them
         self._called |= any(recorder.called for recorder in self._recorders.values())
         self._watched = True
+        for recorder in self._recorders.values():
+            recorder.forget()
         if not self._called or not any(layer.training for layer in self._layers.values()):
             raise RuntimeError(
                 "SparsityTracker: no layer was called in training mode in watch, or a model that was compiled before "
                 "skipped the tracker's hooks (torch.compiler.reset() helps)"
             )
         with torch.inference_mode(False):
-            added = torch.stack([self._added(recorder.figures) for recorder in self._recorders.values()])
             self._sums = added if self._sums is None else self._sums + added
-        for recorder in self._recorders.values():
-            recorder.figures.clear()
 
     def _added(self, figures: list[Aux]) -> Tensor:
         """The sums of the figures of a layer, and how many there are, float64 [3]."""
@@ -181,9 +175,8 @@ class SparsityTracker:
         self._sums, values, counts = None, self._all_reduce(sums).tolist(), self._counts("cpu")
         rows = []
         for (name, neurons), (l1, l0, calls) in zip(self._neurons.items(), values):
-            of = None if counts is None else counts[name]
-            tokens = 0 if of is None else int(of[-1])
-            dead = None if of is None or not tokens else int((of[:-1] == 0).sum())
+            tokens = int(counts[name][-1])
+            dead = int((counts[name][:-1] == 0).sum()) if tokens else None
             means = (l0 / calls, l1 / calls) if calls else (None, None)
             rows.append(LayerStats(name, neurons, means[0], means[1], tokens, dead, strategy_of(self._layers[name])))
         return SparsityStats(tuple(rows))
@@ -198,10 +191,9 @@ class SparsityTracker:
         counts = self._counts()
         if self._dead is None:
             self._dead = {}
-            for name, neurons in self._neurons.items():
+            for name, of in counts.items():
                 device = compaction.gate_of(self._layers[name]).weight.device
-                # nothing is dead before the first observed step
-                of = torch.ones(neurons + 1, device=device) if counts is None else counts[name]
+                # without tokens nothing is dead
                 self._dead[name] = ((of[:-1] == 0) & (of[-1] > 0)).to(device, non_blocking=True)
         return dict(self._dead)
 
@@ -209,12 +201,9 @@ class SparsityTracker:
         return next(iter(self._layers.values())).down_proj.weight.device
 
     def _close_step(self) -> None:
-        """Close the open step."""
         # not only where a layer was called: all ranks must have observed the same steps
         if self._step is not None and self._observing and self._watched:
-            device = self._device()
-            none = {n: torch.zeros(n + 1, dtype=torch.int64, device=device) for n in self._neurons.values()}
-            flats = [self._open.get(name, none[n]).to(device) for name, n in self._neurons.items()]
+            flats = [self._open.get(name, none).to(none.device) for name, none in self._zeros().items()]
             self._closed, self._reduced, self._dead, self._fresh = torch.cat(flats), False, None, False
             self._open.clear()
         self._step, self._watched = None, False
@@ -224,10 +213,14 @@ class SparsityTracker:
             dist.all_reduce(packed)
         return packed
 
-    def _counts(self, device: str | None = None) -> dict[str, Tensor] | None:
+    def _zeros(self) -> dict[str, Tensor]:
+        device = self._device()
+        return {name: torch.zeros(n + 1, dtype=torch.int64, device=device) for name, n in self._neurons.items()}
+
+    def _counts(self, device: str | None = None) -> dict[str, Tensor]:
         """The counts of each layer [N + 1] in the last observed step, over all ranks; moved together to ``device``."""
         if self._closed is None:
-            return None
+            return self._zeros()
         if not self._reduced:
             self._closed, self._reduced = self._all_reduce(self._closed), True
         sizes = [neurons + 1 for neurons in self._neurons.values()]
