@@ -254,9 +254,9 @@ def _plan(module: nn.Module, alive: object) -> tuple[dict[str, Tensor], list[Lay
         alive = {"": alive}
     if not isinstance(alive, Mapping):
         raise TypeError(f"compact: alive must map names of layers to Firing or bool tensors, got {_kind(alive)}")
-    first = {id(mlp): name for name, mlp in layers.items()}
+    first = {mlp: name for name, mlp in layers.items()}
     with unlisted():
-        every = {name: first.get(id(child)) for name, child in module.named_modules(remove_duplicate=False)}
+        every = {name: first.get(child) for name, child in module.named_modules(remove_duplicate=False)}
     masks, reports = {}, dict[str, LayerCompaction]()
     for name, evidence in alive.items():
         own = every.get(name)
@@ -266,15 +266,13 @@ def _plan(module: nn.Module, alive: object) -> tuple[dict[str, Tensor], list[Lay
         if own in reports:
             raise ValueError(f"compact: alive must name a layer once, got {reports[own].name!r} and {name!r}")
         if layers[own]._given:
-            raise NotImplementedError(
-                f"compact: {name or 'module'} must make its gate itself, got one whose gate the model's own code "
-                "makes, of all neurons perhaps"
-            )
+            got = "one whose gate the model's own code makes, of all neurons perhaps"
+            raise NotImplementedError(f"compact: {name or 'module'} must make its gate itself, got {got}")
         masks[own], reports[own] = _choose(layers[own], name, evidence)
+    held = {name: {getattr(mlp, child) for child in mlp._projections} for name, mlp in layers.items()}
     for name in masks:
-        mine = {id(getattr(layers[name], child)) for child in layers[name]._projections}
-        for other, mlp in layers.items():
-            if other != name and mine & {id(getattr(mlp, child)) for child in mlp._projections}:
+        for other in layers:
+            if other != name and held[name] & held[other]:
                 raise ValueError(f"compact: {name} must have projections of its own, got one that is {other}'s, too")
     return masks, list(reports.values())
 
@@ -296,10 +294,8 @@ def _choose(mlp: MLP, name: str, evidence: object) -> tuple[Tensor, LayerCompact
         raise ValueError(f"{where} must have values, got a tensor on meta")
     if isinstance(evidence, Firing):
         if not evidence.tokens:
-            raise ValueError(
-                f"{where} must come from data, got counts of no tokens: the layer was not called, or only within a "
-                "compiled module"
-            )
+            got = "counts of no tokens: the layer was not called, or only within a compiled module"
+            raise ValueError(f"{where} must come from data, got {got}")
         tensor = evidence.alive()
     kept = tensor.to("cpu", copy=True)
     living = int(kept.sum())
@@ -320,10 +316,8 @@ def _neurons(mlp: Any, name: str = "") -> list[tuple[nn.Linear, str, nn.Paramete
         own = dict(linear.named_parameters())
         where = f"{name}.{child}".strip(".")
         if not isinstance(linear, nn.Linear) or own.keys() - {"bias"} != {"weight"}:
-            raise TypeError(
-                f"{where} must be an nn.Linear with parameters weight and bias alone, got {_kind(linear)} with "
-                f"{sorted(own)}"
-            )
+            got = f"{_kind(linear)} with {sorted(own)}"
+            raise TypeError(f"{where} must be an nn.Linear with parameters weight and bias alone, got {got}")
         if any(hasattr(parameter, "full_tensor") for parameter in own.values()):
             raise TypeError(f"{where} must have plain parameters, got DTensors: compact before the model is sharded")
         found += [(linear, key, p, int(is_down)) for key, p in own.items() if not (is_down and key == "bias")]

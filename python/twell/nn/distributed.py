@@ -82,11 +82,9 @@ class SparseMLPParallel(ParallelStyle):
         for which in ("gate_proj", "up_proj", "down_proj"):
             linear = getattr(module, which, None)
             if isinstance(linear, nn.Module) and not linear._parameters.keys() >= {"weight", "bias"}:
-                raise ValueError(
-                    f"{name}: {which} must hold a weight and a bias as parameters of its own, got "
-                    f"{type(linear).__name__}: merge adapters and remove parametrizations first; gate and up in one "
-                    "are not divided"
-                )
+                got = f"{type(linear).__name__}: merge adapters and remove parametrizations first"
+                what = f"{which} must hold a weight and a bias as parameters of its own, got {got}"
+                raise ValueError(f"{name}: {what}; gate and up in one are not divided")
         if isinstance(module.down_proj.weight, DTensor):
             raise ValueError(f"{name}: the module must hold plain parameters, got {module.down_proj.weight.placements}")
         if module.strategy != "dense":

@@ -107,9 +107,8 @@ class SparseFFN(Configured):
 
     def _require(self, name: str, value: Any) -> None:
         if name in ("activation", "threshold") and self._fixed and value != self.__dict__.get(f"_{name}", value):
-            raise ValueError(
-                f"{name} must be as it is, since the model's own code applies the activation, got {value!r}"
-            )
+            why = "since the model's own code applies the activation"
+            raise ValueError(f"{name} must be as it is, {why}, got {value!r}")
         if name == "down_layout":
             require_layout(name, value)
         else:
@@ -125,10 +124,8 @@ class SparseFFN(Configured):
 
     def extra_repr(self) -> str:
         form = "" if self.activation == "relu" else f", activation={self.activation!r}"
-        if isinstance(self.threshold, Tensor):
-            form += ", threshold=a tensor"
-        elif self.threshold:
-            form += f", threshold={self.threshold}"
+        threshold = "a tensor" if isinstance(self.threshold, Tensor) else self.threshold
+        form += f", threshold={threshold}" if threshold else ""
         form += "" if self.screen == "auto" else f", screen={self.screen!r}"
         form += ", invariant=True" if self.invariant else ""
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
@@ -323,15 +320,12 @@ class SparseFFN(Configured):
         return self._dense(*self._pre_activations(x), with_aux)
 
     def _require_still(self) -> None:
-        """Raise NotImplementedError if a dropout that the layer does not run would drop values now."""
         for name in self._still:
             each: Any = getattr(self, name, 0)
             # code may leave out whether it trains
             if p := (each.p if self.training else 0) if isinstance(each, nn.Dropout) else each:
-                raise NotImplementedError(
-                    f"{name} must drop nothing, as when sparsify_ made a layer of its module, whose code is gone, got "
-                    f"p = {p}: set it before sparsify_"
-                )
+                when = "when sparsify_ made a layer of its module, whose code is gone"
+                raise NotImplementedError(f"{name} must drop nothing, as {when}, got p = {p}: set it before sparsify_")
 
     def _drops(self) -> bool:
         """Whether the hidden state passes through something that may change it now."""
@@ -345,11 +339,11 @@ class SparseFFN(Configured):
         return f"{self._dropout}, p = {p}" if p else ""
 
     def _dropped(self, x: Tensor, with_aux: bool) -> Any:
-        """The result where values of the hidden state are dropped, by calls of the projections."""
+        """The result where values of the hidden state are dropped."""
         if self._accumulate_main_grad or self._invariant:
+            expected, got = "a hidden state of which nothing is dropped", f"{self._dropped_by()}, in training"
             raise NotImplementedError(
-                f"accumulate_main_grad and invariant: expected a hidden state of which nothing is dropped, got "
-                f"{self._dropped_by()}, in training: set it to 0"
+                f"accumulate_main_grad and invariant: expected {expected}, got {got}: set it to 0"
             )
         return self._dense(*self._pre_activations(x), with_aux)
 
@@ -384,19 +378,14 @@ class SparseFFN(Configured):
         """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
         if not self._accumulate_main_grad:
             return None
-        mains = []
+        mains = {name: getattr(t, "main_grad", None) if t.requires_grad else None for name, t in weights.items()}
         for name, weight in weights.items():
-            main: Tensor | None = getattr(weight, "main_grad", None) if weight.requires_grad else None
-            if main is None and weight.requires_grad:
-                raise ValueError(
-                    f"accumulate_main_grad: {name}.weight.main_grad must be a float32 tensor "
-                    f"{list(weight.shape)}, got none"
-                )
-            mains.append(main)
-        return mains
+            if mains[name] is None and weight.requires_grad:
+                expected = f"{name}.weight.main_grad must be a float32 tensor {list(weight.shape)}"
+                raise ValueError(f"accumulate_main_grad: {expected}, got none")
+        return list(mains.values())
 
     def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        """The parameters of which the weights are."""
         return weights
 
     @classmethod

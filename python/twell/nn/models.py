@@ -37,7 +37,7 @@ def explain(layers: nn.Module | AutoStrategy) -> Explanation:
         return Explanation(tuple(layers.explain()) or (none,))
     if not isinstance(layers, nn.Module):
         raise TypeError(f"layers must be an nn.Module or an AutoStrategy, got {type(layers).__name__}")
-    rows: list[Choice] = []
+    rows = list[Choice]()
     for name, layer in (named_layers(layers, _OTHERS) | named_layers(layers)).items():
         # of a pair the module around both, where that is among the layers
         block_of: Any = getattr(layer, "block_of", None)
@@ -166,8 +166,7 @@ def _bypassed(name: str, layer: Any, block: Any) -> list[Choice]:
 
 def _laid_out(layer: Any) -> tuple[str, str]:
     """How a layer's down weight is stored, and what to do if sparse inference on a GPU has to copy it."""
-    why = down_layout.obstacle(layer)
-    weight = layer.down_proj.weight
+    why, weight = down_layout.obstacle(layer), layer.down_proj.weight
     if not execution.copies_down(weight):
         return "rows", ""
     if not down_layout.is_on_gpu(weight) or layer._planned(weight, False).strategy in ("none", "dense"):

@@ -223,10 +223,8 @@ class PairDown(nn.Module):
         """x: deferred, for the pair as a whole, or the hidden state. Hooks of others see a hidden state."""
         own = vars(self).get("forward")
         if not (own is None or "_hf_hook" in vars(self) or hasattr(own, "_torchdynamo_orig_callable")):
-            raise NotImplementedError(
-                "fc2 of a twell pair must keep its forward, got one set on the instance: use hooks, or leave the block "
-                "out by filter_fn"
-            )
+            got = "one set on the instance: use hooks, or leave the block out by filter_fn"
+            raise NotImplementedError(f"fc2 of a twell pair must keep its forward, got {got}")
         if type(x) is Deferred:
             if x.is_of(self) and not any(HOOKS_OF_ALL) and all(map(_is_of_twell, _hooks(self))):
                 if self.up_proj.used_by and not modes.compiling():

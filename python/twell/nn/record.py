@@ -69,10 +69,9 @@ def require_named(content: Mapping[str, Any]) -> None:
     """Raise ValueError if only the record of a configuration says what layers compute, for readers of keys alone."""
     for each in content.get(RECORD_KEY) or ():
         if "activation" in each:
-            raise ValueError(
-                f"keys of the configuration must name the activation of all layers, got {each['modules'][0]} with "
-                f"{each['activation']} by its record alone, which twell.integrations.transformers.load reads"
-            )
+            got = f"{each['modules'][0]} with {each['activation']} by its record alone"
+            got += ", which twell.integrations.transformers.load reads"
+            raise ValueError(f"keys of the configuration must name the activation of all layers, got {got}")
 
 
 class Layer(NamedTuple):
@@ -200,11 +199,9 @@ def _name(model: Any, found: Mapping[str, Activation]) -> dict[str, str]:
     for key, activation in named.items():
         key.write(model.config, activation)
     if left:
-        logger.warning(
-            "the activation of %d layers is in the record of files alone, which twell.integrations.transformers.load "
-            "reads: %s",
-            *(len(left), next(iter(left.values()))),
-        )
+        reader = "twell.integrations.transformers.load"
+        said = "the activation of %d layers is in the record of files alone, which %s reads: %s"
+        logger.warning(said, len(left), reader, next(iter(left.values())))
     return left
 
 

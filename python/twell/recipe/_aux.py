@@ -137,10 +137,8 @@ def layers(model: nn.Module) -> dict[str, MLP]:
     kinds, modules = (SparseGatedMLP, SparseMLP), within.named_modules()
     found = {unwrapped(name): layer for name, layer in modules if isinstance(layer, kinds)}
     if not found:
-        raise ValueError(
-            f"model must have layers of twell.nn, got none in {type(model).__name__}; twell.sparsify_ replaces a "
-            "model's feed-forward layers with them"
-        )
+        got = f"none in {type(model).__name__}; twell.sparsify_ replaces a model's feed-forward layers with them"
+        raise ValueError(f"model must have layers of twell.nn, got {got}")
     return found
 
 

@@ -34,21 +34,16 @@ def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[Input]:
         if recorder is None or not recorder.keeping:
             raise RuntimeError(f"{name or 'the layer'} keeps no inputs: call record_aux(model, inputs=True) first")
         if layer.accumulate_main_grad:
-            raise NotImplementedError(
-                "accumulate_main_grad: expected no attention_mask and no target of the gate, which compute more than "
-                f"the layers do, got one for {name or 'the layer'}"
-            )
+            expected = "no attention_mask and no target of the gate, which compute more than the layers do"
+            raise NotImplementedError(f"accumulate_main_grad: expected {expected}, got one for {name or 'the layer'}")
     if not any(recorder.kept or recorder.skippable for recorder in recorders.values()):
-        raise RuntimeError(
-            f"{next(iter(recorders)) or 'the layer'} kept no input since the last read, and no other layer did: the "
-            "model was not called in training mode"
-        )
+        nothing = "no input since the last read, and no other layer did: the model was not called in training mode"
+        raise RuntimeError(f"{next(iter(recorders)) or 'the layer'} kept {nothing}")
     if mask is not None:
         if modes.compiling():
-            raise NotImplementedError(
-                "attention_mask: expected a call outside of compiled graphs, whose sizes cannot follow a mask; compile "
-                "the model, not what reads its term"
-            )
+            expected = "a call outside of compiled graphs, whose sizes cannot follow a mask"
+            hint = "compile the model, not what reads its term"
+            raise NotImplementedError(f"attention_mask: expected {expected}; {hint}")
         places = compaction.whole(mask).reshape(-1).nonzero().squeeze(1)
     for name, layer in layers(model).items():
         where, kept = name or "the layer", list(recorders[name].kept)
@@ -130,11 +125,10 @@ def weights(layer: Any, projection: Any, x: Tensor, dtype: torch.dtype) -> tuple
     """The whole weight and bias of a projection, in the dtype of its input."""
     weight = _gathered(projection.weight, x)
     if weight.shape != (layer.intermediate, layer.hidden):
-        raise ValueError(
-            f"the gate's weight must be [{layer.intermediate}, {layer.hidden}], got {list(weight.shape)}: FSDP1 "
-            "has flat parts outside of forward, unless its sharding strategy is SHARD_GRAD_OP or NO_SHARD; "
-            "fully_shard (FSDP2) needs nothing"
-        )
+        expected, got = [layer.intermediate, layer.hidden], list(weight.shape)
+        why = "has flat parts outside of forward, unless its sharding strategy is SHARD_GRAD_OP or NO_SHARD"
+        hint = f"FSDP1 {why}; fully_shard (FSDP2) needs nothing"
+        raise ValueError(f"the gate's weight must be {expected}, got {got}: {hint}")
     bias = None if projection.bias is None else _gathered(projection.bias, x).to(dtype)
     return weight.to(dtype), bias
 

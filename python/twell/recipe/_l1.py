@@ -63,10 +63,9 @@ def read_aux(model: nn.Module, several: bool, caller: str, mask: Tensor | None =
         recorders.append(recorder)
     for name, calls in recorded.items():
         if len(calls) > 1 and not several:
-            raise RuntimeError(
-                f"{caller}: {name or 'the layer'} was called {len(calls)} times since the last read; several=True "
-                "takes the mean over all calls, clear_aux(model) forgets calls without a loss"
-            )
+            hint = "several=True takes the mean over all calls, clear_aux(model) forgets calls without a loss"
+            got = f"{name or 'the layer'} was called {len(calls)} times since the last read"
+            raise RuntimeError(f"{caller}: {got}; {hint}")
     for layer, recorder in zip(found.values(), recorders):
         recorder.calls.clear()
         layer.aux = None

@@ -76,10 +76,8 @@ def reinitialize_dead(
         projection, first = _gate_rows(layer)
         weight, rows = projection.weight, 2 * neurons if isinstance(layer, FusedGatedMLP) else neurons
         if weight.dim() != 2 or weight.shape[0] != rows:
-            raise ValueError(
-                f"the gate of {where} must have {rows} rows, got {list(weight.shape)}: weights of FSDP1 are whole "
-                "within summon_full_params, those of fully_shard (FSDP2) need nothing"
-            )
+            hint = "weights of FSDP1 are whole within summon_full_params, those of fully_shard (FSDP2) need nothing"
+            raise ValueError(f"the gate of {where} must have {rows} rows, got {list(weight.shape)}: {hint}")
         require(f"dead of {where}", mask, Tensor, "a bool tensor")
         if mask.dtype != torch.bool or mask.shape != (neurons,):
             raise ValueError(f"dead of {where} must be bool [{neurons}], got {mask.dtype} {list(mask.shape)}")

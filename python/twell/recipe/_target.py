@@ -236,10 +236,8 @@ def _require_below_neurons(nnz: float, model: nn.Module) -> None:
 def _require_own_l1(model: nn.Module) -> None:
     for name, layer in layers(model).items():
         if layer.activation in ("relu2", "drelu"):
-            raise ValueError(
-                f'of must be "gate" for layers with {layer.activation!r}, got "hidden" and {name or "the layer"}; it '
-                "needs record_aux(model, inputs=True)"
-            )
+            got = f'"hidden" and {name or "the layer"}; it needs record_aux(model, inputs=True)'
+            raise ValueError(f'of must be "gate" for layers with {layer.activation!r}, got {got}')
 
 
 def _require_state(state: Any, own: dict[str, Any]) -> None:
@@ -399,14 +397,10 @@ def _threshold_of(found: dict[str, MLP]) -> float:
         if layer.activation not in ("relu", "fatrelu"):
             raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
         if isinstance(layer.threshold, Tensor):
-            raise ValueError(
-                "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
-                "settle() ends that one"
-            )
+            got = "a tensor, as of a TargetThreshold that moves it: settle() ends that one"
+            raise ValueError(f"the threshold of the layers must be a number, got {got}")
     values = [float(layer.threshold) for layer in found.values()]
     if min(values) != max(values):
-        raise ValueError(
-            f"the layers must have one threshold in common, where it begins, got {min(values):g} to {max(values):g}; "
-            "set them to one number before"
-        )
+        got = f"{min(values):g} to {max(values):g}; set them to one number before"
+        raise ValueError(f"the layers must have one threshold in common, where it begins, got {got}")
     return values[0]

@@ -150,10 +150,8 @@ class SparsityTracker:
         for recorder in self._recorders.values():
             recorder.forget()
         if not self._called or not any(layer.training for layer in self._layers.values()):
-            raise RuntimeError(
-                "SparsityTracker: no layer was called in training mode in watch, or a model that was compiled before "
-                "skipped the tracker's hooks (torch.compiler.reset() helps)"
-            )
+            other = "a model that was compiled before skipped the tracker's hooks (torch.compiler.reset() helps)"
+            raise RuntimeError(f"SparsityTracker: no layer was called in training mode in watch, or {other}")
         with torch.inference_mode(False):
             self._sums = added if self._sums is None else self._sums + added
 
@@ -230,9 +228,8 @@ class SparsityTracker:
         """Count one call of a layer on x [..., K]."""
         layer, neurons = self._layers[name], self._neurons[name]
         if layer.intermediate != neurons:
-            raise ValueError(
-                f"a tracked layer must keep its {neurons} neurons, got {layer.intermediate}: make a new tracker"
-            )
+            got = f"{layer.intermediate}: make a new tracker"
+            raise ValueError(f"a tracked layer must keep its {neurons} neurons, got {got}")
         # the counts outlive an inference mode in which x may have been made
         with torch.inference_mode(False), torch.no_grad():
             x = compaction.whole(x)
