@@ -44,8 +44,8 @@ class SparseAutoencoder(nn.Module):
 
     Parameters, with the names and shapes of SAELens: ``W_enc`` [d_in, d_sae], ``W_dec`` [d_sae, d_in], ``b_enc``
     [d_sae], ``b_dec`` [d_in]; with ``skip`` also ``W_skip`` [d_in, d_in], whose product with x is added to y. Rows of
-    ``W_dec`` begin with norm 1 and random directions, ``W_enc`` as its transpose. ``W_enc`` is the
-    transposed view of [d_sae, d_in] rows, which the kernels read in place; safetensors wants it ``.contiguous()``.
+    ``W_dec`` begin with norm 1 and random directions, ``W_enc`` as its transpose, a view of [d_sae, d_in] rows, which
+    the kernels read in place; safetensors wants it ``.contiguous()``.
 
     Args:
         activation: "relu"; "jumprelu", the pre-activation where it is above ``threshold``, a float32 parameter [d_sae]
@@ -148,7 +148,6 @@ class SparseAutoencoder(nn.Module):
     screen = Configured.screen
 
     def _site(self) -> AutoStrategy:
-        """The ``AutoStrategy`` that chooses if nothing is named."""
         return self._strategy if isinstance(self._strategy, AutoStrategy) else self._auto
 
     @property
@@ -259,14 +258,11 @@ class SparseAutoencoder(nn.Module):
             choice = Selection(most=int((self.k or 0) * tokens_of(centred)), least=least)
             extra, how = Extra(None, choice, fired), How(RELU, site)
             return functional.run(functional.sparse_ffn, layer, how, None, True, extra)  # type: ignore[return-value]
-        options: dict[str, Any] = {"activation": self.activation}
+        options: dict[str, Any] = {"activation": self.activation, "k": self.k}
         if self.activation in ("jumprelu", "batchtopk"):
             level = self._level()
             options = {"activation": "fatrelu", "threshold": level if level.requires_grad else level.detach()}
-            if level.requires_grad:
-                options["bandwidth"] = self.bandwidth
-        elif self.k is not None:
-            options["k"] = self.k
+            options["bandwidth"] = self.bandwidth if level.requires_grad else None
         options |= {"b_up": self.b_enc, "b_down": self.b_dec, "strategy": site, "return_aux": True, "counts": fired}
         return functional.sparse_ffn(centred, *weights, **options)  # type: ignore[no-any-return]
 
@@ -291,6 +287,8 @@ class SparseAutoencoder(nn.Module):
             moved = self.threshold.lerp(least, self.threshold_rate)
             self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
 
+    # tracing need not follow a walk through a model
+    @modes.constant
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _is_within_ddp(self) -> bool:
         """Whether the model that DDP runs now holds this module, and does not call it as another one's hook."""
@@ -333,9 +331,8 @@ class SparseAutoencoder(nn.Module):
         if not len(which):
             return y.new_zeros(())
         pre = F.linear(self._centred(x), self.W_enc.t()[which], self.b_enc[which])
-        error = (target - y).detach()
         chosen = largest_of_each(pre, min(most, len(which)))
-        missed = F.linear(chosen, self.W_dec[which].t()) - error
+        missed = F.linear(chosen, self.W_dec[which].t()) - (target - y).detach()
         squares = missed.to(torch.promote_types(missed.dtype, torch.float32)).square()
         return squares.sum() * (min(1.0, len(which) / most) / max(tokens_of(x), 1))
 
@@ -364,10 +361,6 @@ class SparseAutoencoder(nn.Module):
         """As torch, of state dicts without ``tokens_since_fired``, too."""
         state_dict.setdefault(f"{prefix}tokens_since_fired", torch.zeros_like(self.tokens_since_fired))
         super()._load_from_state_dict(state_dict, prefix, *how)
-
-
-# the mark of torch.compiler.assume_constant_result: tracing need not follow a walk through a model
-SparseAutoencoder._is_within_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _keep_rows(module: SparseAutoencoder, incompatible_keys: Any) -> None:

@@ -160,7 +160,6 @@ class CompactionReport:
     """The result of ``compact``: a ``LayerCompaction`` for each layer, in the order of ``alive``."""
 
     layers: tuple[LayerCompaction, ...]
-    # of all layers
     neurons = property(lambda self: sum(layer.neurons for layer in self.layers), doc="Neurons before.")
     kept = property(lambda self: sum(layer.kept for layer in self.layers), doc="Neurons after.")
     bytes_saved = property(lambda self: sum(layer.bytes_saved for layer in self.layers), doc="Bytes of parameters.")

@@ -105,7 +105,6 @@ def as_stock(config: Any) -> dict[Key, Activation]:
 
 
 def stock_activations() -> list[str]:
-    """The activations that transformers has."""
     return list(sys.modules["transformers.activations"].ACT2FN)
 
 

@@ -1,7 +1,5 @@
 """The layers that ``sparsify_`` makes of modules, whose projections keep their names."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterable
 from typing import Any

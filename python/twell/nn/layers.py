@@ -341,10 +341,9 @@ class SparseFFN(Configured):
     def _dropped(self, x: Tensor, with_aux: bool) -> Any:
         """The result where values of the hidden state are dropped."""
         if self._accumulate_main_grad or self._invariant:
-            expected, got = "a hidden state of which nothing is dropped", f"{self._dropped_by()}, in training"
-            raise NotImplementedError(
-                f"accumulate_main_grad and invariant: expected {expected}, got {got}: set it to 0"
-            )
+            got = f"{self._dropped_by()}, in training: set it to 0"
+            what = "accumulate_main_grad and invariant: expected a hidden state of which nothing is dropped"
+            raise NotImplementedError(f"{what}, got {got}")
         return self._dense(*self._pre_activations(x), with_aux)
 
     def _dense(self, gate: Any, up: Any, with_aux: bool) -> Any:

@@ -235,11 +235,9 @@ class PairDown(nn.Module):
         return super().__call__(x, *args, hidden=True, **kwargs)
 
     def block_of(self, name: str) -> str:
-        """The name of the block in a model where this layer has a name."""
         return name.removesuffix(self.names[-1]).removesuffix(".")
 
     def applies(self, act: Any) -> bool:
-        """Whether an activation is that of the pair."""
         name, level = act if type(act) is Activation else (act.down.activation, act.down.threshold)
         layer: Any = self
         same = level is layer.threshold or (not isinstance(level, Tensor) and level == layer.threshold)

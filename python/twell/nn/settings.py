@@ -82,7 +82,6 @@ class Configured(nn.Module):
             self.__dict__["_how"] = self._asked()
 
     def _asked(self) -> How:
-        """What calls ask by the settings."""
         activation = activation_of(self._activation, self._threshold, self._gated)
         return How(activation, self._site() or self._strategy, self._invariant, self._compression)
 

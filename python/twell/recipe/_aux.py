@@ -40,9 +40,7 @@ class Recorder:
     calls: the figures with their graphs, for the loss. figures: detached, for the tracker. inputs: of calls in compiled
     graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``. kept: inputs with
     their graphs, for terms that compute more. called: whether there was a call for the tracker, if only one without
-    tokens. skippable: whether a pass may have skipped all layers.
-
-    Copies are empty and record nothing.
+    tokens. skippable: whether a pass may have skipped all layers. Copies are empty and record nothing.
     """
 
     def __init__(self) -> None:
@@ -168,15 +166,15 @@ def release(layer: MLP) -> None:
 def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) -> None:
     """Make every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop.
 
-    With ``inputs`` it also keeps the inputs of these calls, for targets of the gate and for masks. Under
-    both tensor parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks
-    that change a layer's input before this call.
+    With ``inputs`` it also keeps the inputs of these calls, for targets of the gate and for masks. Under both tensor
+    parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks that change a
+    layer's input before this call.
 
-    Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
-    least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded, except
-    for layers that are compiled one by one inside a checkpoint while their term is no part of the loss: call
-    ``clear_aux(model)`` after backward then. Copies of the model record nothing before their own ``record_aux``. Raises
-    ValueError if there is no twell layer.
+    It waits for nothing, and kernels do its two reductions anyway. Call it before ``torch.compile`` or at least before
+    the first step of a compiled model. Recomputation by activation checkpointing is not recorded, except for layers
+    that are compiled one by one inside a checkpoint while their term is no part of the loss: call ``clear_aux(model)``
+    after backward then. Copies of the model record nothing before their own ``record_aux``. Raises ValueError if there
+    is no twell layer.
     """
     for layer in layers(model).values():
         if enabled:

@@ -25,14 +25,12 @@ def l1_term(model: nn.Module, *, several: bool = False, attention_mask: Tensor |
     router sent none, has an L1 of 0, so that other layers have the same gradient with and without it.
 
     Args:
-        several: take the mean over all calls of all layers since the last read, for layers that share weights or
-            several forward passes for one loss. Otherwise more than one call is an error. Calls without tokens do not
-            count; a layer that had no others has an L1 of 0.
-        attention_mask: of the tokens [...] as the layers get them in x [..., K], or flattened; 0 or False: padding.
-            Only other tokens count then. It needs ``record_aux(model, inputs=True)`` and runs each layer on them once
+        several: take the mean over all calls with tokens of all layers since the last read, for layers that share
+            weights or several forward passes for one loss. Otherwise more than one call is an error.
+        attention_mask: of the tokens [...] as the layers get them in x [..., K], or flattened; 0 or False: padding,
+            which does not count. It needs ``record_aux(model, inputs=True)`` and runs each layer on other tokens once
             more, forward and backward without the down projection's part of it, outside of compiled graphs; it waits
-            for a mask on a GPU.
-            None: all tokens count, padding too.
+            for a mask on a GPU. None: all tokens count, padding too.
 
     Reading clears the record. Raises RuntimeError if no layer recorded anything, if one is in eval mode or recorded
     more than one call, whose record then stays, or if its L1 requires no gradient although its weights do; ValueError

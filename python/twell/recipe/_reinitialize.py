@@ -43,14 +43,13 @@ def reinitialize_dead(
 
     It does not wait for the device, so the cost is the same whether or not a neuron is dead: for each layer named a
     draw of [N, K] numbers and two passes over the weight. A DTensor (FSDP2, tensor parallel) gets the values of the
-    whole weight: each rank draws the noise of all N neurons and uses its part. Flat parameters (FSDP1, ZeRO-3) are
-    refused; FSDP1 has ``summon_full_params``.
+    whole weight: each rank draws all the noise and uses its part. Flat parameters (FSDP1, ZeRO-3) are refused; FSDP1
+    has ``summon_full_params``.
 
-    The optimizer's state stays as it is. A dead neuron has no gradient, so its moments have decayed to nothing; weight
-    decay applies as ever. An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to
-    those copies then. A weight that is frozen, as below an adapter, computed from others, as by weight_norm or pruning,
-    or that layers share raises ValueError: ``trained_layers`` has the layers without. Biases stay, so a neuron that its
-    bias alone keeps silent may stay dead.
+    The optimizer's state stays as it is: the moments of a dead neuron, which has no gradient, have decayed to nothing.
+    An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to those copies then. A
+    weight that is frozen, as below an adapter, computed from others, as by weight_norm or pruning, or that layers share
+    raises ValueError: ``trained_layers`` has the layers without. Biases stay, and may keep a neuron silent.
     """
     require_number("fraction", fraction, 0, 1)
     require_number("std", std, 0)

@@ -62,12 +62,10 @@ class TargetSparsity:
 
     Coefficients do not transfer between models, lengths of training and activations; a number of non-zeros does. The
     goal falls from the first non-zeros measured to ``nnz`` in four stages, by equal factors, over three fifths of the
-    steps. Each stage moves the goal along a sine in its first half and holds it in its second, in which the model
-    recovers. After every step the logarithm of the coefficient moves by the measured error, log(non-zeros / goal);
-    towards the end of the run it moves less and less, as the learning rate does. The first term is of 0.01 nats. At 3
-    nats the coefficient stops rising: a term far above the rest of the loss presses no harder, since optimizers scale
-    their steps. Where that happens the learning rate is too small for the target, or the steps are too few; ``read``
-    warns once.
+    steps: along a sine in the first half of a stage, and held in its second. After every step the logarithm of the
+    coefficient moves by the measured error, log(non-zeros / goal), less and less towards the end of the run, as the
+    learning rate does. The first term is of 0.01 nats. At 3 nats the coefficient stops rising, as optimizers scale
+    their steps: then the learning rate is too small for the target, or the steps are too few; ``read`` warns once.
 
     No step waits for the device. If torch.distributed is initialised, all ranks share figures and coefficients and must
     call ``term`` and ``update`` equally often, whichever layers a rank skips and whichever experts it has tokens for.
@@ -135,13 +133,12 @@ class TargetSparsity:
         # a copy: ``update`` writes the state before a late backward pass may read it
         return l1 * state[_NOW].to(l1.dtype, copy=True)
 
-    def update(self) -> None:
-        """Steer by the terms since the last update: call it once per step of the optimizer."""
-        self.move()
-
     @torch.no_grad()
-    def move(self) -> Tensor:
-        """``update``; return whether any term was usable, a 0-d tensor."""
+    def update(self) -> Tensor:
+        """Steer by the terms since the last update: call it once per step of the optimizer.
+
+        Returns whether any of them was usable, a 0-d tensor.
+        """
         if self._state is None or self._sum is None:
             raise RuntimeError("TargetSparsity: update needs a term since the last update, got none")
         slow, begin, first, _, _, _, held = self._state.unbind()
@@ -264,18 +261,15 @@ class TargetThreshold:
     L1 of the gate, a ``TargetSparsity``, leaves twice the target's gates above 0, and the threshold silences the
     smaller half of them. After each step the logarithm of the threshold moves by the measured error,
     log(non-zeros / goal), where the goal falls from the first non-zeros measured to ``nnz`` by equal factors over the
-    first half of the steps. The model learns with the threshold, so that it loses less than by a threshold chosen
-    at the end.
+    first half of the steps.
 
     The layers must have "relu" or "fatrelu", and get "fatrelu" and a threshold that is a tensor: no step waits for the
     device, no graph is traced again, and the layers run dense. ``settle`` makes a number of it, with which they may
     run sparse. The threshold begins as that of the layers, which must have one in common, and with "relu" at 0. All
     ranks must call ``term`` and ``update`` equally often. Calls that ``TargetSparsity`` ignores move nothing.
 
-    A copy of the model, as an average of its weights has, keeps a threshold of its own, which does not move.
-
-    ``save_pretrained`` of a ``PreTrainedModel`` writes "fatrelu" and the threshold of that step, here and after
-    ``settle``.
+    A copy of the model keeps a threshold of its own, which does not move. ``save_pretrained`` of a ``PreTrainedModel``
+    writes "fatrelu" and the threshold of that step, here and after ``settle``.
 
     Args:
         model: on its device, not compiled yet.
@@ -315,7 +309,7 @@ class TargetThreshold:
     @torch.no_grad()
     def update(self) -> None:
         """Steer by the terms since the last update: call it once per step of the optimizer."""
-        usable = self.gates.move()
+        usable = self.gates.update()
         gates, step = self.gates._state, self.gates.step
         assert gates is not None
         # the mean of the gates above 0: their L1 by their number

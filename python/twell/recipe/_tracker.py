@@ -21,9 +21,7 @@ class LayerStats(NamedTuple):
     """Figures of one layer, over all ranks; None if unknown.
 
     layer: its qualified name. neurons: N. l0, l1: means over all calls since the last read, per token, as ``Aux``.
-
     tokens, dead: how many were observed in the last observed step, and the neurons that fired for none of these.
-
     strategy: of most training calls so far; ``twell.explain`` gives the reasons.
     """
 
@@ -53,12 +51,11 @@ class SparsityStats:
 class SparsityTracker:
     """Tracks L0, L1 and dead neurons per layer, on all ranks, as in the example of ``twell.recipe``.
 
-    L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons come
-    from observed steps: the first step watched, also of a run that goes on from a checkpoint, and the multiples of
-    ``every``. An observed step costs one more product with each layer's gate weight, as ``twell.count_firing`` does. A
-    projection that is more than its weight, as an adapter is, is called for that, and its dropout draws another mask.
-    Figures are those of the last observed step that has ended; "dead" means silent in all of its tokens. Padding
-    counts.
+    L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons, silent
+    in all tokens, come from the last observed step that has ended: the first step watched, also of a run that goes on
+    from a checkpoint, and the multiples of ``every`` are observed, which costs one more product with each layer's gate
+    weight, as in ``twell.count_firing``. A projection that is more than its weight, as an adapter is, is called for
+    that, and its dropout draws another mask. Padding counts.
 
     Only ``read`` waits for the device. Only calls in training mode count, without the recomputation of activation
     checkpointing. Make the tracker after pre-hooks that change the inputs of layers, on original modules, before
@@ -225,7 +222,6 @@ class SparsityTracker:
         return dict(zip(self._neurons, torch.split(self._closed.to(device=device), sizes)))
 
     def _observe(self, name: str, x: Tensor) -> None:
-        """Count one call of a layer on x [..., K]."""
         layer, neurons = self._layers[name], self._neurons[name]
         if layer.intermediate != neurons:
             got = f"{layer.intermediate}: make a new tracker"
