@@ -154,8 +154,7 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
         return self._pre_activations(x)[0]
 
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
-        whole = {name: self._applied(name)[0] for name in self._names}
-        mains = super()._main_grads(**whole)
+        mains = super()._main_grads(**{name: self._applied(name)[0] for name in self._names})
         if mains is None:
             return None
         fused, down = mains

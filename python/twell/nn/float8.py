@@ -208,8 +208,7 @@ class Float8MLP(Configured):
             how = "dense", imposed
         else:
             how, measured = ("auto", "not called yet"), site.explain(name)
-        rows = measured or [Choice(name, "inference", "any", "", *how)]
-        return [row._replace(layout="rows") for row in rows]
+        return [row._replace(layout="rows") for row in measured or [Choice(name, "inference", "any", "", *how)]]
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, {self.intermediate}, activation={self.activation!r}, strategy={self.strategy!r}"

@@ -54,15 +54,13 @@ class Deferred:
         self._made: Tensor | None = None
 
     def _state(self) -> list[Any] | None:
-        """What tells whether the product is still the same: versions of its operands, and where the weight lies.
-
-        None where that is not known.
-        """
+        """Versions and the place of the weight, which tell whether the product is still the same; None if not known."""
         if modes.compiling():
             return None
         tensors = [t for t in (self._x, self._weight, self._bias) if t is not None]
         where = self._weight.data_ptr() if modes.eager(tensors) else 0
-        return [*map(_version, tensors), where]
+        plain = [t for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+        return [*(t._version for t in plain), where]
 
     def behind(self, act: Any) -> Deferred:
         return Deferred(self._up, self.taken(), self, act)
@@ -346,11 +344,6 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 def _is_of_twell(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("twell.")
-
-
-def _version(x: Any) -> int:
-    """How often a tensor was changed in place, as far as it is known."""
-    return x._version if isinstance(x, Tensor) and not (modes.compiling() or x.is_inference()) else 0
 
 
 def pair_up(

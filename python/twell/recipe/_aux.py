@@ -95,8 +95,7 @@ class Recorder:
                     "l1_term after each forward pass (a SparsityTracker: use watch; with inputs: give the "
                     "attention_mask, or use a target of the gate), or record_aux(model, False)"
                 )
-        y = output[0] if isinstance(output, tuple) else output
-        idle = y.numel() == 0
+        idle = (output[0] if isinstance(output, tuple) else output).numel() == 0
         if self.term:
             self.calls.append(Call(aux, idle))
         if self.tracked:

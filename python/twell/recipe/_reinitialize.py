@@ -135,10 +135,9 @@ def _reinitialize(
     weight.copy_(torch.where(rows, drawn.to(weight.dtype), weight))
 
 
-def _part(whole: Tensor, like: Any) -> Tensor:
+def _part(whole: Tensor, like: Any) -> Any:
     """This rank's part of ``whole``, a tensor that all ranks have, by the placement of the DTensor ``like``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     replicas = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    local: Tensor = replicas.redistribute(placements=like.placements).to_local()
-    return local
+    return replicas.redistribute(placements=like.placements).to_local()
