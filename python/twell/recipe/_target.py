@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from twell.base.arguments import require_choice, require_integer, require_positive
 from twell.nn.compaction import MLP, whole
-from twell.recipe import _inputs
+from twell.recipe import _terms
 from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, with_tokens
-from twell.recipe._l1 import read_aux, require_mask
 from twell.runtime import modes
 from twell.runtime.log import logger
 
@@ -105,22 +104,22 @@ class TargetSparsity:
 
     def weighed(self, model: nn.Module, several: bool, mask: Tensor | None, caller: str) -> Tensor:
         """``term`` for any target; errors name ``caller``."""
-        require_mask(mask)
+        _terms.require_mask(mask)
         of_gate = self.of == "gate"
-        calls = [call for _, call in read_aux(model, several, caller, None if of_gate else mask)]
+        calls = [call for _, call in _terms.read_aux(model, several, caller, None if of_gate else mask)]
         # experts without tokens fire nothing, and say nothing of the others
         fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
         if not of_gate:
             counts = fired
             l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
-            inputs = _inputs.read_inputs(model, mask)
-            gates = [_inputs.gates(each, _GATES) for each in inputs]
+            inputs = _terms.read_inputs(model, mask)
+            gates = [_terms.gates(each, _GATES) for each in inputs]
             idle = [each.numel() == 0 for each in gates]
             counted = with_tokens(gates, idle)
             if mask is not None:
                 # the layers' own counts have padding in them
-                fired = [_l1(_inputs.fires(*each).float()) for each in zip(with_tokens(inputs, idle), counted)]
+                fired = [_l1(_terms.fires(*each).float()) for each in zip(with_tokens(inputs, idle), counted)]
             counts = [_l1((each.detach() > 0).float()) for each in counted]
             l1 = mean_over_layers(model, list(map(_l1, gates)))
         with torch.no_grad():
