@@ -65,9 +65,6 @@ class SparseAutoencoder(nn.Module):
     # where users find it, pickles included
     __module__ = "twell.nn"
 
-    W_enc: nn.Parameter
-    W_dec: nn.Parameter
-    W_skip: nn.Parameter | None
     threshold: Tensor | None
     tokens_since_fired: Tensor
 

@@ -102,9 +102,6 @@ class GivenGatedMLP(SparseGatedMLP):
         found = getattr(self.__dict__.get("_was"), name, None)
         return types.MethodType(found, self) if isinstance(found, types.FunctionType) else super().__getattr__(name)
 
-    def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
-        return self._gate(x), self._project("up_proj", x)
-
 
 def made_by(module: nn.Module, steps: tuple[str, ...], gate: Tensor) -> Any:
     """The gate that children and methods of a module make of its projection."""

@@ -1,9 +1,9 @@
 """Several GPUs: tensor parallelism for the modules of ``twell.nn``, and plans for whole models.
 
-Data parallelism needs nothing from here: DDP, FSDP1 and ``fully_shard`` (FSDP2) take the modules as they are, and
-``torch.distributed.checkpoint`` stores them. FSDP2, and ``broadcast_from_rank0`` of a state dict, need down weights
-that ``twell.nn.set_down_layout`` did not store by rows. For a loss of ``aux`` alone FSDP2 does not gather the weights
-again.
+It needs a torch with distributed support. Data parallelism needs nothing from here: DDP, FSDP1 and ``fully_shard``
+(FSDP2) take the modules as they are, and ``torch.distributed.checkpoint`` stores them. FSDP2, and
+``broadcast_from_rank0`` of a state dict, need down weights that ``twell.nn.set_down_layout`` did not store by rows. For
+a loss of ``aux`` alone FSDP2 does not gather the weights again.
 
 Tensor parallelism divides neurons: each rank holds rows of gate and up and columns of down; the outputs are summed::
 
@@ -12,8 +12,6 @@ Tensor parallelism divides neurons: each rank holds rows of gate and up and colu
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-
-Needs a torch with distributed support.
 """
 
 from typing import Any
@@ -48,10 +46,9 @@ class SparseMLPParallel(ParallelStyle):
         output_layouts: placement of y: Replicate(), the default, by an all-reduce, or Shard(1) by a reduce-scatter.
         use_local_output: y is a plain tensor, this rank's part; if false, a DTensor.
 
-    ``aux``, returned or recorded, is that of the whole layer on every rank, in plain tensors.
-
-    Applying it raises TypeError for another module; ValueError for a mesh of more than one dimension, shares that are
-    not multiples of 8, and modules already sharded.
+    ``aux``, returned or recorded, is that of the whole layer on every rank, in plain tensors. Applying it raises
+    TypeError for another module; ValueError for a mesh of more than one dimension, shares that are not multiples of 8,
+    and modules already sharded.
     """
 
     def __init__(

@@ -287,9 +287,7 @@ class SparseFFN(Configured):
 
     def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
         """The gate before its activation and the up projection; the latter and None in a layer without a gate."""
-        if self._gated:
-            return self._project("gate_proj", x), self._project("up_proj", x)
-        return self._project("up_proj", x), None
+        return self._gate(x), self._project("up_proj", x) if self._gated else None
 
     def _gate(self, x: Tensor) -> Any:
         """The gate before its activation, by calling its projection, which may be more than a weight and a bias."""

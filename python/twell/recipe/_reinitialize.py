@@ -30,9 +30,7 @@ def reinitialize_dead(
 
     Row n of the gate's weight [N, K] (of the up projection if there is no gate) decides whether neuron n fires; it is a
     column in the paper's notation (arXiv 2603.23198, fraction 0.1, std 0.02). Call it after each optimizer step, as
-    long as neurons are dead::
-
-        recipe.reinitialize_dead(model, tracker.dead(), step=step)
+    long as neurons are dead.
 
     Args:
         module: a layer, or a model with layers.

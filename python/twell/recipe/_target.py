@@ -48,16 +48,8 @@ _START, _RATE, _FASTEST = 0.1, 0.15, 0.5
 class TargetSparsity:
     """An L1 term whose coefficient rises in stages until layers have a mean of ``nnz`` non-zeros per token, and holds.
 
-    ::
-
-        recipe.record_aux(model)
-        target = recipe.TargetSparsity(nnz=30, steps=2000)
-        for ids, labels in batches:
-            loss = cross_entropy(model(ids), labels) + target.term(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            target.update()
+    After ``record_aux(model)``, ``target.term(model)`` goes into each loss in the place of ``l1_term``, and
+    ``target.update()`` follows each step of the optimizer.
 
     Coefficients do not transfer between models, lengths of training and activations; a number of non-zeros does. The
     goal falls from the first non-zeros measured to ``nnz`` in four stages, by equal factors, over three fifths of the

@@ -21,13 +21,10 @@ def l1_term(model: nn.Module, *, several: bool = False, attention_mask: Tensor |
     this to the cross-entropy, with coefficient 2e-5. Code that takes the mean over N neurons has N times the
     coefficient.
 
-    Use it after each forward pass of a model that has been through ``record_aux``::
-
-        loss = cross_entropy + coefficient * recipe.l1_term(model)
-
-    With gradient accumulation each micro-batch has its own term, scaled like its cross-entropy; ranks that average
-    gradients average the term. A layer that was skipped, as by LayerDrop, or had no tokens, as an expert to which the
-    router sent none, has an L1 of 0, so that other layers have the same gradient with and without it.
+    Use it after each forward pass of a model that has been through ``record_aux``. With gradient accumulation each
+    micro-batch has its own term, scaled like its cross-entropy; ranks that average gradients average the term. A layer
+    that was skipped, as by LayerDrop, or had no tokens, as an expert to which the router sent none, has an L1 of 0, so
+    that other layers have the same gradient with and without it.
 
     Args:
         several: take the mean over all calls with tokens of all layers since the last read, for layers that share
