@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -72,8 +72,7 @@ def count_firing(model: nn.Module) -> Iterator[dict[str, Firing]]:
     a second time: its dropout draws another mask, and its batch norm sees the tokens twice.
 
     Works with and without gradients and under autocast, and never waits for the device. Recomputation by activation
-    checkpointing is not counted. Counts are on the device of each layer, which must not move meanwhile, and can be read
-    at any time.
+    checkpointing is not counted. Counts, on the device of each layer, which must not move, can be read at any time.
 
     Counting uses hooks, which a model compiled before may not run, and which ``fullgraph=True`` refuses: call the
     original, or compile inside. Register pre-hooks that change a layer's input before this call, and pickle models
@@ -82,17 +81,14 @@ def count_firing(model: nn.Module) -> Iterator[dict[str, Firing]]:
     layers = named_layers(model)
     if not layers:
         raise ValueError(f"count_firing: the model must have SparseGatedMLP or SparseMLP layers, got {_kind(model)}")
-    firing, handles = {}, []
-    try:
+    firing = dict[str, Firing]()
+    with ExitStack() as handles:
         for name, mlp in layers.items():
             weight = gate_of(mlp).weight
             totals = torch.zeros(weight.shape[0] + 1, dtype=torch.int64, device=weight.device)
-            handles.append(mlp.register_forward_pre_hook(_counter(mlp, totals), with_kwargs=True))
+            handles.enter_context(mlp.register_forward_pre_hook(_counter(mlp, totals), with_kwargs=True))
             firing[name] = Firing(totals)
         yield firing
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
@@ -138,8 +134,7 @@ class LayerCompaction(NamedTuple):
     """The result of ``compact`` for one layer.
 
     name: in ``named_modules`` of the module; "" for the module itself. neurons: N before. alive: how many of them are
-    alive by the evidence. kept: N after, ``alive`` filled up to a multiple of 8. bytes_saved: of parameters, on their
-    device.
+    alive by the evidence. kept: N after, ``alive`` filled up to a multiple of 8. bytes_saved: of parameters.
     """
 
     name: str

@@ -259,12 +259,11 @@ class PairDown(nn.Module):
 class SparseDown(PairDown, SparseMLP, SharedLinear):  # type: ignore[override]
     """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
 
-    For blocks with both layers and the activation among their own children, which keep their own ``forward`` and their
-    keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation a ``HandOn``. This layer,
-    an ``nn.Linear`` with the down projection's parameters, does the work of all three where ``fc1`` and the activation
-    have left it (``Deferred``), and is an ``nn.Linear`` on any other hidden state. ``up_proj`` is the module ``fc1``
-    itself but not a child: copying, pickling, moving and loading the block keep the two together. All else is as in
-    ``twell.nn.SparseMLP``.
+    For blocks with both layers and the activation among their children, which keep their own ``forward`` and keys:
+    ``fc1`` becomes a ``DeferredUp``, the activation a ``HandOn``. This layer, an ``nn.Linear`` with the down
+    projection's parameters, does the work of all three where ``fc1`` and the activation have left it (``Deferred``),
+    and is an ``nn.Linear`` on any other hidden state. ``up_proj`` is the module ``fc1`` itself but not a child:
+    copying, pickling, moving and loading the block keep the two together. All else is as in ``twell.nn.SparseMLP``.
     """
 
     up_proj: nn.Linear

@@ -169,11 +169,10 @@ def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) 
     parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks that change a
     layer's input before this call.
 
-    It waits for nothing, and kernels do its two reductions anyway. Call it before ``torch.compile`` or at least before
-    the first step of a compiled model. Recomputation by activation checkpointing is not recorded, except for layers
-    that are compiled one by one inside a checkpoint while their term is no part of the loss: call ``clear_aux(model)``
-    after backward then. Copies of the model record nothing before their own ``record_aux``. Raises ValueError if there
-    is no twell layer.
+    It waits for nothing. Call it before ``torch.compile`` or at least before the first step of a compiled model.
+    Recomputation by activation checkpointing is not recorded, except for layers that are compiled one by one inside a
+    checkpoint while their term is no part of the loss: call ``clear_aux(model)`` after backward then. Copies of the
+    model record nothing before their own ``record_aux``. Raises ValueError if there is no twell layer.
     """
     for layer in layers(model).values():
         if enabled:

@@ -29,8 +29,7 @@ def reinitialize_dead(
     """``W <- (1 - fraction) W + fraction N(0, std^2)`` on the gate rows of dead neurons, in place, and on no others.
 
     Row n of the gate's weight [N, K] (of the up projection if there is no gate) decides whether neuron n fires; it is a
-    column in the paper's notation (arXiv 2603.23198, fraction 0.1, std 0.02). Call it after each optimizer step, as
-    long as neurons are dead.
+    column in the paper's notation (arXiv 2603.23198, fraction 0.1, std 0.02). Call it after each optimizer step.
 
     Args:
         module: a layer, or a model with layers.
@@ -39,10 +38,9 @@ def reinitialize_dead(
         step: the noise is a function of ``seed``, this step and the layer's index: the same on all ranks, and after a
             resume.
 
-    It does not wait for the device, so the cost is the same whether or not a neuron is dead: for each layer named a
-    draw of [N, K] numbers and two passes over the weight. A DTensor (FSDP2, tensor parallel) gets the values of the
-    whole weight: each rank draws all the noise and uses its part. Flat parameters (FSDP1, ZeRO-3) are refused; FSDP1
-    has ``summon_full_params``.
+    It does not wait for the device, and costs for each layer named a draw of [N, K] numbers and two passes over the
+    weight, whether or not a neuron is dead. A DTensor (FSDP2, tensor parallel) gets the values of the whole weight:
+    each rank draws all the noise. Flat parameters (FSDP1, ZeRO-3) are refused; FSDP1 has ``summon_full_params``.
 
     The optimizer's state stays as it is: the moments of a dead neuron, which has no gradient, have decayed to nothing.
     An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to those copies then. A
@@ -89,8 +87,7 @@ def reinitialize_dead(
 def trained_layers(module: nn.Module) -> set[str]:
     """The names of the layers whose dead neurons ``reinitialize_dead`` can draw again: their gate's weight is trained.
 
-    It leaves out layers whose gate is frozen, as below an adapter, computed from others, as by weight_norm, or that of
-    another layer, too.
+    It leaves out those whose gate is frozen, as below an adapter, computed, as by weight_norm, or another layer's, too.
     """
     found = layers(module)
     return {name for name, layer in found.items() if not _obstacle(layer, found.values())}

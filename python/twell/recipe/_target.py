@@ -246,12 +246,10 @@ def _tensor(numbers: list[float] | None) -> Tensor | None:
 class TargetThreshold:
     """FATReLU with one threshold for all layers, which training moves until ``nnz`` neurons fire per token.
 
-    Used as ``TargetSparsity``, after ``record_aux(model, inputs=True)`` and with ``settle()`` at the end.
-
-    L1 of the gate, a ``TargetSparsity``, leaves twice the target's gates above 0, and the threshold silences the
-    smaller half of them. After each step the logarithm of the threshold moves by the measured error,
-    log(non-zeros / goal), where the goal falls from the first non-zeros measured to ``nnz`` by equal factors over the
-    first half of the steps.
+    Used as ``TargetSparsity``, after ``record_aux(model, inputs=True)`` and with ``settle()`` at the end. L1 of the
+    gate, a ``TargetSparsity``, leaves twice the target's gates above 0, and the threshold silences the smaller half of
+    them. After each step the logarithm of the threshold moves by the measured error, log(non-zeros / goal), where the
+    goal falls from the first non-zeros measured to ``nnz`` by equal factors over the first half of the steps.
 
     The layers must have "relu" or "fatrelu", and get "fatrelu" and a threshold that is a tensor: no step waits for the
     device, no graph is traced again, and the layers run dense. ``settle`` makes a number of it, with which they may
@@ -334,8 +332,7 @@ class TargetThreshold:
     def settle(self) -> float:
         """Give the layers the threshold as a number, which they keep, and return it. Waits for the device.
 
-        Neither ``save_pretrained`` of an adapter nor a ``state_dict`` has it: keep it with such files. RuntimeError as
-        ``term``.
+        ``save_pretrained`` of an adapter and a ``state_dict`` lack it: keep it with those. RuntimeError as ``term``.
         """
         self._require_own("settle", layers(self._model).values())
         threshold = self.read()["threshold"]

@@ -18,8 +18,7 @@ def l1_term(model: nn.Module, *, several: bool = False, attention_mask: Tensor |
     """The L1 term of the training loss, a 0-d tensor: the mean over layers of the mean over tokens of ``|h|``.
 
     h is the hidden state, ``relu(gate) * up`` or ``relu(up)``, and ``|h|`` its sum over neurons: arXiv 2603.23198 adds
-    this to the cross-entropy, with coefficient 2e-5. Code that takes the mean over N neurons has N times the
-    coefficient.
+    this to the cross-entropy, with coefficient 2e-5. Code with the mean over N neurons has N times that.
 
     Use it after each forward pass of a model that has been through ``record_aux``. With gradient accumulation each
     micro-batch has its own term, scaled like its cross-entropy; ranks that average gradients average the term. A layer
@@ -103,8 +102,7 @@ class Input(NamedTuple):
 def read_inputs(model: nn.Module, mask: Tensor | None = None) -> list[Input]:
     """The inputs that each layer of ``model`` has kept, without tokens where ``mask`` is 0; clears the record.
 
-    A layer that was not called has one without tokens. So all ranks of a mesh gather the same weights, whatever they
-    call.
+    A layer that was not called has one without tokens. So all ranks of a mesh gather the same weights.
     """
     read, recorders = list[Input](), dict[str, Any]()
     for name, layer in layers(model).items():
