@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,7 +208,5 @@ def _choices(name: str, layer: Any, plain: bool) -> list[Choice]:
 
 def _answers(layer: Any, plain: bool) -> dict[str, Any]:
     """How calls of each kind run, as ``plan`` says."""
-    kinds = {"inference": False, "training": True}
-    if not plain:
-        return {kind: adapted.foreseen(layer, training) for kind, training in kinds.items()}
-    return {kind: layer._planned(layer.down_proj.weight, training) for kind, training in kinds.items()}
+    run = partial(layer._planned, layer.down_proj.weight) if plain else partial(adapted.foreseen, layer)
+    return {"inference": run(False), "training": run(True)}

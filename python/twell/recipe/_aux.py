@@ -106,9 +106,7 @@ class Recorder:
 
 def _cast(x: Tensor) -> Tensor:
     """x in the dtype in which the layer computes: it is used after autocast has ended."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    return x.to(modes.product_dtype(x.dtype, x.device.type))
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
@@ -127,9 +125,8 @@ def layers(model: nn.Module) -> dict[str, MLP]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    within: Any = model
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        within = model.module
+    wrappers = nn.parallel.DistributedDataParallel, nn.DataParallel
+    within: Any = model.module if isinstance(model, wrappers) else model
     # without a context, so that a graph can be traced
     kinds, modules = (SparseGatedMLP, SparseMLP), within.named_modules()
     found = {unwrapped(name): layer for name, layer in modules if isinstance(layer, kinds)}

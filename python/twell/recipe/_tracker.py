@@ -49,13 +49,13 @@ class SparsityStats:
 
 
 class SparsityTracker:
-    """Tracks L0, L1 and dead neurons per layer, on all ranks, as in the example of ``twell.recipe``.
+    """Tracks L0, L1 and dead neurons per layer, on all ranks.
 
-    L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons, silent
-    in all tokens, come from the last observed step that has ended: the first step watched, also of a run that goes on
-    from a checkpoint, and the multiples of ``every`` are observed, which costs one more product with each layer's gate
-    weight, as in ``twell.count_firing``. A projection that is more than its weight, as an adapter is, is called for
-    that, and its dropout draws another mask. Padding counts.
+    The example of ``twell.recipe`` has one. L0 and L1 come from each forward pass in ``watch`` and cost nothing: the
+    kernels count anyway. Dead neurons, silent in all tokens, come from the last observed step that has ended: the first
+    step watched, also of a run that goes on from a checkpoint, and the multiples of ``every`` are observed, which costs
+    one more product with each layer's gate weight, as in ``twell.count_firing``. A projection that is more than its
+    weight, as an adapter is, is called for that, and its dropout draws another mask. Padding counts.
 
     Only ``read`` waits for the device. Only calls in training mode count, without the recomputation of activation
     checkpointing. Make the tracker after pre-hooks that change the inputs of layers, on original modules, before
