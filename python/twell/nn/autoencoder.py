@@ -10,14 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell.base.activation import RELU, largest_of_each
-from twell.base.arguments import (
-    require,
-    require_choice,
-    require_flag,
-    require_integer,
-    require_number,
-    require_positive,
-)
+from twell.base.arguments import require, require_choice, require_integer, require_number, require_positive
 from twell.call import functional
 from twell.call.choice import Selection, hidden_of
 from twell.call.execution import Aux, Extra
@@ -88,7 +81,7 @@ class SparseAutoencoder(nn.Module):
         for name, size in (("d_in", d_in), ("d_sae", d_sae)):
             require_integer(name, size, 1)
         for name, flag in (("skip", skip), ("apply_b_dec_to_input", apply_b_dec_to_input)):
-            require_flag(name, flag)
+            require(name, flag, bool, "True or False")
         require_choice("activation", activation, _CODES)
         require_number("threshold", threshold, 0)
         require_positive("bandwidth", bandwidth)

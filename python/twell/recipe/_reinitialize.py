@@ -115,12 +115,10 @@ def _obstacle(layer: Any, every: Iterable[Any]) -> str:
     return "have a weight of its own, got one that another layer has, too" if shared else ""
 
 
-def _reinitialize(
-    weight: Any, first: int, mask: Tensor, fraction: float, std: float, generator: torch.Generator
-) -> None:
+def _reinitialize(weight: Any, first: int, mask: Tensor, fraction: float, std: float, source: torch.Generator) -> None:
     wide = torch.promote_types(weight.dtype, torch.float32)
     neurons, columns = len(mask), weight.shape[1]
-    noise = torch.randn((neurons, columns), generator=generator, device=weight.device, dtype=wide)
+    noise = torch.randn((neurons, columns), generator=source, device=weight.device, dtype=wide)
     # the up projection's rows stay
     around = (0, 0, first, weight.shape[0] - neurons - first)
     noise, rows = F.pad(noise, around), F.pad(mask[:, None].expand(neurons, columns), around)

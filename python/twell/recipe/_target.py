@@ -90,8 +90,10 @@ class TargetSparsity:
         """
         if self._state is None:
             _require_below_neurons(self.nnz, model)
-            if self.of == "hidden":
-                _require_own_l1(model)
+            for name, layer in layers(model).items():
+                if self.of == "hidden" and layer.activation in ("relu2", "drelu"):
+                    got = f'"hidden" and {name or "the layer"}; it needs record_aux(model, inputs=True)'
+                    raise ValueError(f'of must be "gate" for layers with {layer.activation!r}, got {got}')
         return self.weighed(model, several, attention_mask, "TargetSparsity.term")
 
     def weighed(self, model: nn.Module, several: bool, mask: Tensor | None, caller: str) -> Tensor:
@@ -218,13 +220,6 @@ def _require_below_neurons(nnz: float, model: nn.Module) -> None:
     neurons = statistics.fmean(layer.intermediate for layer in layers(model).values())
     if nnz >= neurons:
         raise ValueError(f"nnz must be below {neurons:g}, the neurons of a layer (their mean over layers), got {nnz:g}")
-
-
-def _require_own_l1(model: nn.Module) -> None:
-    for name, layer in layers(model).items():
-        if layer.activation in ("relu2", "drelu"):
-            got = f'"hidden" and {name or "the layer"}; it needs record_aux(model, inputs=True)'
-            raise ValueError(f'of must be "gate" for layers with {layer.activation!r}, got {got}')
 
 
 def _require_state(state: Any, own: dict[str, Any]) -> None:
