@@ -185,10 +185,7 @@ class SparseAutoencoder(nn.Module):
         return (y, aux) if return_aux else y
 
     def _why_dense(self, values: Tensor) -> str:
-        """Why no call on values of this dtype runs the sparse kernels; "" if calls may run them, or raise.
-
-        Whether a gradient is needed is read from autograd's mode.
-        """
+        """Why no call on values of this dtype runs kernels, in autograd's mode of now; "" if calls may, or raise."""
         asked, on = name_of(self._strategy), values.device
         facts = Facts(strategy=asked, n=self.d_sae, k=self.d_in, device=on.type, sliced=True)
         dtype, imposed = modes.product_dtype(values.dtype, on.type), cards.imposed(on.type, on.index)

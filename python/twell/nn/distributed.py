@@ -135,9 +135,8 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     ``o_proj`` the heads of Llama, Mistral and Qwen2.
 
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
-    positions by the length of their input. Dropout needs the same seed on all ranks of the mesh.
-
-    Raises ValueError if ``model`` has no layer of ``twell.nn``.
+    positions by the length of their input. Dropout needs the same seed on all ranks of the mesh. Raises ValueError if
+    ``model`` has no layer of ``twell.nn``.
     """
     require("model", model, nn.Module, "an nn.Module")
     names = {module: name for name, module in model.named_modules()}

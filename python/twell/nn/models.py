@@ -54,9 +54,8 @@ def set_strategy(
     """Set ``strategy`` of every layer of ``twell.nn`` in ``module``; with "auto" each chooses for itself.
 
     ``screen`` and ``invariant`` are set, too, unless they are None. An ``AutoStrategy`` is for one layer: layers that
-    share it share their figures and its ``screen``.
-
-    Raises as the attributes do, and ValueError if ``module`` has no such layer; then nothing has changed.
+    share it share their figures and its ``screen``. Raises as the attributes do, and ValueError if ``module`` has no
+    such layer; then nothing has changed.
     """
     layers = [*named_layers(module).values(), *named_layers(module, _OTHERS).values()]
     _require_any(module, layers)
@@ -109,10 +108,7 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
 
 
 def named_layers(module: nn.Module, kinds: Any = SparseFFN) -> dict[str, Any]:
-    """The layers of ``module`` by qualified name, each by its first; listing them hands out no parameters.
-
-    They are gated and non-gated ones, and ``fc2`` of pairs; or those of other ``kinds``.
-    """
+    """The layers of ``module``, or those of other ``kinds``, by qualified name, each by its first; puts none back."""
     require("module", module, nn.Module, "an nn.Module")
     with down_layout.unlisted():
         return {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
