@@ -416,9 +416,9 @@ class SparseGatedMLP(SparseFFN):
 
     ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of
     ``twell.sparse_gated_ffn`` and may be set at any time, the threshold to a tensor, too; the state dict holds none of
-    them. With "auto" the module has its own ``AutoStrategy``, which ``twell.explain`` shows. ``screen``, "auto" or
-    "off", is its, or that of an ``AutoStrategy`` given as ``strategy``; None leaves it. A named strategy stays, except
-    that float32 and float64 run dense.
+    them. With "auto" the module has its own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls;
+    ``twell.explain`` shows it. ``screen``, "auto" or "off", is its, or that of an ``AutoStrategy`` given as
+    ``strategy``; None leaves it. A named strategy stays, except that float32 and float64 run dense.
 
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
     tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has

@@ -108,7 +108,7 @@ def set_down_layout(module: nn.Module, layout: DownLayout) -> None:
 
 
 def named_layers(module: nn.Module, kinds: Any = SparseFFN) -> dict[str, Any]:
-    """The layers of ``module``, or those of other ``kinds``, by qualified name, each by its first; puts none back."""
+    """The layers of ``module`` by qualified name, each by its first, or of other ``kinds``; hands out no parameters."""
     require("module", module, nn.Module, "an nn.Module")
     with down_layout.unlisted():
         return {name: layer for name, layer in module.named_modules() if isinstance(layer, kinds)}
