@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.nn.pairs import pair_up
-from twell.recipe import LayerStats, SparsityTracker, _inputs
+from twell.recipe import LayerStats, SparsityTracker, _terms
 from twell.recipe._aux import mean_over_layers
 
 K, N, B, S = 16, 40, 2, 8
@@ -77,7 +77,7 @@ def plain_term(states: list[Tensor]) -> Tensor:
 
 def gate_l1(model: nn.Module, most: int = 2048) -> Tensor:
     """The mean over layers and tokens of L1 of the gates, of inputs that the layers have kept."""
-    gates = [_inputs.gates(each, most) for each in _inputs.read_inputs(model)]
+    gates = [_terms.gates(each, most) for each in _terms.read_inputs(model)]
     return mean_over_layers(model, [each.sum(-1).sum() / max(1, len(each)) for each in gates])
 
 

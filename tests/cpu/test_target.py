@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from twell import recipe
 from twell.nn.layers import SparseGatedMLP, SparseMLP
-from twell.recipe import TargetSparsity, TargetThreshold, _inputs
-from twell.recipe._inputs import Input
+from twell.recipe import TargetSparsity, TargetThreshold, _terms
+from twell.recipe._terms import Input
 
 K, N, M = 16, 64, 128
 
@@ -357,7 +357,7 @@ def test_gates_are_not_at_the_same_places_of_all_sequences() -> None:
     layer = SparseMLP(1, 8, strategy="dense")
     layer.up_proj.weight.data.fill_(1.0)
     positions = torch.arange(1024.0).expand(32, 1024)[..., None]
-    gates = _inputs.gates(Input(layer, positions, positions.flatten(0, 1)), 2048)
+    gates = _terms.gates(Input(layer, positions, positions.flatten(0, 1)), 2048)
     assert gates.shape == (2048, 8)
     assert len(gates[:, 0].unique()) == 1024
 

@@ -16,12 +16,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 import twell
 from twell import recipe
 from twell.nn.distributed import tensor_parallel_plan
-from twell.recipe import _inputs
+from twell.recipe import _terms
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     y = model(x)
-    gates = [_inputs.gates(each, 2048) for each in _inputs.read_inputs(model)]
+    gates = [_terms.gates(each, 2048) for each in _terms.read_inputs(model)]
     return y.square().mean() + sum(each.square().mean() for each in gates) + 0.1 * recipe.l1_term(model)
 
 

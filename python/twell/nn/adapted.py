@@ -49,7 +49,6 @@ class Way(NamedTuple):
 
     @property
     def dequantised(self) -> bool:
-        """Whether a call dequantises weights."""
         return any(each.dequantise for each in (self.up, self.down) if each is not None)
 
 
@@ -184,8 +183,12 @@ def _run(layer: Any, way: Way, x: Tensor, dtype: torch.dtype, with_aux: bool) ->
     y, aux = result if with_aux else (result, None)
     # a dense call is of the projections
     y = y if y.shape == x.shape else unviewed(narrowed(y, raising, k), x.shape)
-    y = y.to(_dtype_of_y(way, x, called, dtype))
-    return (y, aux) if with_aux else y
+    # as the projections would return it: a quantised one returns the dtype of its input
+    of_y = dtype
+    if down.dequantise:
+        of_y = dtype if called is None else called.dtype
+        of_y = of_y if up is None else torch.promote_types(of_y, x.dtype if up.dequantise else dtype)
+    return (y.to(of_y), aux) if with_aux else y.to(of_y)
 
 
 def _sources(way: Way, x: Tensor, dtype: torch.dtype) -> tuple[list[Matrix], list[Tensor], Tensor | None]:
@@ -217,12 +220,3 @@ def _sources(way: Way, x: Tensor, dtype: torch.dtype) -> tuple[list[Matrix], lis
         lowering = [each for one in before for each in one.lowering(sources)]
     matrices += [Matrix(lowering, dtype, 0), Matrix(down.raising(sources), dtype)]
     return matrices, sources, wide
-
-
-def _dtype_of_y(way: Way, x: Tensor, called: Tensor | None, dtype: torch.dtype) -> torch.dtype:
-    """The dtype that the projections would return: a quantised one returns that of its input."""
-    if not way.down.dequantise:
-        return dtype
-    of_gate = called.dtype if called is not None else dtype
-    up = way.up
-    return of_gate if up is None else torch.promote_types(of_gate, x.dtype if up.dequantise else dtype)

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from twell.base.activation import RELU, largest_of_each
-from twell.base.arguments import (
-    require,
-    require_choice,
-    require_flag,
-    require_integer,
-    require_number,
-    require_positive,
-)
+from twell.base.arguments import require, require_choice, require_integer, require_number, require_positive
 from twell.call import functional
 from twell.call.choice import Selection, hidden_of
 from twell.call.execution import Aux, Extra
@@ -28,39 +21,15 @@ from twell.choose.plan import Facts, Route, plan, routed
 from twell.choose.site import AutoStrategy, tokens_of
 from twell.nn import down_layout
 from twell.nn.float8 import moving
-from twell.nn.settings import Configured
+from twell.nn.settings import Configured, name_of
 from twell.ops import hybrid
 from twell.ops.calls import How
 from twell.ops.operands import Layer
 from twell.runtime import modes
 from twell.runtime.log import info_once, warn_once
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 Codes = Literal["relu", "jumprelu", "topk", "batchtopk"]
 _CODES = ("relu", "jumprelu", "topk", "batchtopk")
-
-
-def why_dense(strategy: Any, n: int, k: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Why no call of an autoencoder [k, n] runs the sparse kernels; "" if calls may run them, or raise.
-
-    ``dtype`` is that of its products. Whether a gradient is needed is read from autograd's mode.
-    """
-    asked = "auto" if isinstance(strategy, AutoStrategy) else strategy
-    imposed = cards.imposed(device.type, device.index)
-    facts = Facts(strategy=asked, n=n, k=k, dtype=dtype, device=device.type, imposed=imposed, sliced=True)
-    answer = plan(facts._replace(training=torch.is_grad_enabled()))
-    if asked == "auto" and not isinstance(answer, Route):
-        # sizes and dtypes that the kernels do not take
-        return answer.shown.removeprefix("calls raise: ")
-    return answer.reason if isinstance(answer, Route) and answer.strategy == "dense" else ""
-
-
-def of_choice(layer: Layer, choice: Selection, strategy: Any, counts: Tensor | None) -> tuple[Tensor, Aux]:
-    """``sparse_ffn`` with ``aux`` of what PyTorch chooses of the pre-activations."""
-    extra, how = Extra(None, choice, counts), How(RELU, strategy)
-    return functional.run(functional.sparse_ffn, layer, how, None, True, extra)  # type: ignore[return-value]
 
 
 class SparseAutoencoder(nn.Module):
@@ -68,8 +37,8 @@ class SparseAutoencoder(nn.Module):
 
     Parameters, with the names and shapes of SAELens: ``W_enc`` [d_in, d_sae], ``W_dec`` [d_sae, d_in], ``b_enc``
     [d_sae], ``b_dec`` [d_in]; with ``skip`` also ``W_skip`` [d_in, d_in], whose product with x is added to y. Rows of
-    ``W_dec`` begin with norm 1 and random directions, ``W_enc`` as its transpose. ``W_enc`` is the
-    transposed view of [d_sae, d_in] rows, which the kernels read in place; safetensors wants it ``.contiguous()``.
+    ``W_dec`` begin with norm 1 and random directions, ``W_enc`` as its transpose, a view of [d_sae, d_in] rows, which
+    the kernels read in place; safetensors wants it ``.contiguous()``.
 
     Args:
         activation: "relu"; "jumprelu", the pre-activation where it is above ``threshold``, a float32 parameter [d_sae]
@@ -89,9 +58,6 @@ class SparseAutoencoder(nn.Module):
     # where users find it, pickles included
     __module__ = "twell.nn"
 
-    W_enc: nn.Parameter
-    W_dec: nn.Parameter
-    W_skip: nn.Parameter | None
     threshold: Tensor | None
     tokens_since_fired: Tensor
 
@@ -115,7 +81,7 @@ class SparseAutoencoder(nn.Module):
         for name, size in (("d_in", d_in), ("d_sae", d_sae)):
             require_integer(name, size, 1)
         for name, flag in (("skip", skip), ("apply_b_dec_to_input", apply_b_dec_to_input)):
-            require_flag(name, flag)
+            require(name, flag, bool, "True or False")
         require_choice("activation", activation, _CODES)
         require_number("threshold", threshold, 0)
         require_positive("bandwidth", bandwidth)
@@ -166,13 +132,12 @@ class SparseAutoencoder(nn.Module):
 
     @strategy.setter
     def strategy(self, value: Strategy | AutoStrategy) -> None:
-        routed(Facts(strategy="auto" if isinstance(value, AutoStrategy) else value))
+        routed(Facts(strategy=name_of(value)))
         self._strategy = value
 
     screen = Configured.screen
 
     def _site(self) -> AutoStrategy:
-        """The ``AutoStrategy`` that chooses if nothing is named."""
         return self._strategy if isinstance(self._strategy, AutoStrategy) else self._auto
 
     @property
@@ -202,17 +167,15 @@ class SparseAutoencoder(nn.Module):
         ``encode`` and ``decode``.
         """
         centred = self._centred(x)
-        dtype = modes.product_dtype(x.dtype, x.device.type)
-        why = why_dense(self._strategy, self.d_sae, self.d_in, dtype, x.device)
+        why = self._why_dense(x)
         # a recomputation counts no token again
         counting = self.training and (modes.compiling() or not modes.in_backward())
         fired = torch.zeros_like(self.tokens_since_fired) if counting else None
         moves = counting and self.activation == "batchtopk"
         least = torch.full_like(self.threshold, torch.inf) if moves else None  # type: ignore[arg-type]
-        if why:
-            if self._strategy != "dense" and not modes.compiling():
-                say = warn_once if x.is_cuda else info_once
-                say(f"a SparseAutoencoder runs dense: {why}")
+        if why and self._strategy != "dense" and not modes.compiling():
+            say = warn_once if x.is_cuda else info_once
+            say(f"a SparseAutoencoder runs dense: {why}")
         site = "dense" if why else self._site() if self._strategy == "auto" else self._strategy
         y, aux = self._run(centred, site, fired, least)
         if fired is not None:
@@ -221,11 +184,19 @@ class SparseAutoencoder(nn.Module):
             y = y + F.linear(x, self.W_skip)
         return (y, aux) if return_aux else y
 
-    def encode(self, x: Tensor) -> Tensor:
-        """The codes [..., d_sae] of x [..., d_in], dense.
+    def _why_dense(self, values: Tensor) -> str:
+        """Why no call on values of this dtype runs kernels, in autograd's mode of now; "" if calls may, or raise."""
+        asked, on = name_of(self._strategy), values.device
+        facts = Facts(strategy=asked, n=self.d_sae, k=self.d_in, device=on.type, sliced=True)
+        dtype, imposed = modes.product_dtype(values.dtype, on.type), cards.imposed(on.type, on.index)
+        answer = plan(facts._replace(dtype=dtype, imposed=imposed, training=torch.is_grad_enabled()))
+        if asked == "auto" and not isinstance(answer, Route):
+            # sizes and dtypes that the kernels do not take
+            return answer.shown.removeprefix("calls raise: ")
+        return answer.reason if isinstance(answer, Route) and answer.strategy == "dense" else ""
 
-        Always by PyTorch's operators; moves and counts nothing.
-        """
+    def encode(self, x: Tensor) -> Tensor:
+        """The codes [..., d_sae] of x [..., d_in], dense, by PyTorch's operators; moves and counts nothing."""
         pre = F.linear(self._centred(x), self.W_enc.t(), self.b_enc)
         if self.activation == "jumprelu":
             return hidden_of(pre, Selection(self._level(), self.bandwidth))[0]
@@ -272,15 +243,13 @@ class SparseAutoencoder(nn.Module):
         if self.activation == "batchtopk" and self.training:
             layer = Layer(centred, weights[0], None, weights[1], self.b_enc, None, self.b_dec)
             choice = Selection(most=int((self.k or 0) * tokens_of(centred)), least=least)
-            return of_choice(layer, choice, site, fired)
-        options: dict[str, Any] = {"activation": self.activation}
+            extra, how = Extra(None, choice, fired), How(RELU, site)
+            return functional.run(functional.sparse_ffn, layer, how, None, True, extra)  # type: ignore[return-value]
+        options: dict[str, Any] = {"activation": self.activation, "k": self.k}
         if self.activation in ("jumprelu", "batchtopk"):
             level = self._level()
             options = {"activation": "fatrelu", "threshold": level if level.requires_grad else level.detach()}
-            if level.requires_grad:
-                options["bandwidth"] = self.bandwidth
-        elif self.k is not None:
-            options["k"] = self.k
+            options["bandwidth"] = self.bandwidth if level.requires_grad else None
         options |= {"b_up": self.b_enc, "b_down": self.b_dec, "strategy": site, "return_aux": True, "counts": fired}
         return functional.sparse_ffn(centred, *weights, **options)  # type: ignore[no-any-return]
 
@@ -305,6 +274,8 @@ class SparseAutoencoder(nn.Module):
             moved = self.threshold.lerp(least, self.threshold_rate)
             self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
 
+    # tracing need not follow a walk through a model
+    @modes.constant
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def _is_within_ddp(self) -> bool:
         """Whether the model that DDP runs now holds this module, and does not call it as another one's hook."""
@@ -313,7 +284,10 @@ class SparseAutoencoder(nn.Module):
     @torch.no_grad()
     def normalize_decoder_(self) -> None:
         """Divide each row of the decoder by its norm, in place; rows of zeros stay. For after each optimizer step."""
-        self.W_dec.div_(_norms(self.W_dec))
+        # in float32 or wider
+        dtype = torch.promote_types(self.W_dec.dtype, torch.float32)
+        norms = torch.linalg.vector_norm(self.W_dec, dim=1, keepdim=True, dtype=dtype)
+        self.W_dec.div_(norms.clamp(min=torch.finfo(dtype).tiny))
 
     def dead(self, after_tokens: int) -> Tensor:
         """Which neurons fired for none of the last ``after_tokens`` tokens of ``train`` mode: bool [d_sae]."""
@@ -344,23 +318,20 @@ class SparseAutoencoder(nn.Module):
         if not len(which):
             return y.new_zeros(())
         pre = F.linear(self._centred(x), self.W_enc.t()[which], self.b_enc[which])
-        error = (target - y).detach()
         chosen = largest_of_each(pre, min(most, len(which)))
-        missed = F.linear(chosen, self.W_dec[which].t()) - error
+        missed = F.linear(chosen, self.W_dec[which].t()) - (target - y).detach()
         squares = missed.to(torch.promote_types(missed.dtype, torch.float32)).square()
         return squares.sum() * (min(1.0, len(which) / most) / max(tokens_of(x), 1))
 
     def explain(self, name: str = "") -> list[Choice]:
         """The rows of ``twell.explain`` for this layer."""
-        weight = self.W_enc
-        dtype = modes.product_dtype(weight.dtype, weight.device.type)
         rows = []
+        named = str(name_of(self._strategy))
+        most = hybrid.most_of_each(self.d_sae)
         for kind in ("inference", "training"):
             with torch.set_grad_enabled(kind == "training"):
-                why = why_dense(self._strategy, self.d_sae, self.d_in, dtype, weight.device)
-            named = "auto" if isinstance(self._strategy, AutoStrategy) else str(self._strategy)
+                why = self._why_dense(self.W_enc)
             reason = "not called yet" if named == "auto" else "it was named"
-            most = hybrid.most_of_each(self.d_sae)
             if kind == "training" and not why and (self.k or 0) > most:
                 why = f"k is above {most}" if named == "auto" else ""
                 reason = f"calls raise: k is above {most}"
@@ -368,10 +339,10 @@ class SparseAutoencoder(nn.Module):
         measured = self._site().explain(name) if any(row.strategy == "auto" for row in rows) else []
         return [row._replace(layout="rows") for row in measured or rows]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         threshold = self.threshold
         own = (threshold, None if threshold is None or not threshold.is_leaf else threshold.grad)
-        return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *how: Any) -> None:
         """As torch, of state dicts without ``tokens_since_fired``, too."""
@@ -379,20 +350,9 @@ class SparseAutoencoder(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *how)
 
 
-# the mark of torch.compiler.assume_constant_result: tracing need not follow a walk through a model
-SparseAutoencoder._is_within_ddp._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _keep_rows(module: SparseAutoencoder, incompatible_keys: Any) -> None:
     down_layout.store(module.W_enc, rows=True)
     down_layout.store(module.W_dec, rows=False)
-
-
-def _norms(rows: Tensor) -> Tensor:
-    """The norm of each row, float32 or wider [N, 1], above 0."""
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=dtype)
-    return norms.clamp(min=torch.finfo(dtype).tiny)
 
 
 def _require_k(k: Any, activation: str, most: int) -> None:

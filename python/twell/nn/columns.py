@@ -1,7 +1,7 @@
 """Matrices that are read from weights and adapters, and the layer on them, whose backward pass reads them again.
 
-In PyTorch's own graph the weights of a layer with adapters would live until backward, and each small step would be a
-node and more passes over all tokens. Here all is one node. A compiler gets the operators without it.
+In PyTorch's own graph the weights of a layer with adapters would live until backward, and each small step would pass
+over all tokens. Here all is one node. A compiler gets the operators without it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from twell.runtime import modes
 class Part(NamedTuple):
     """So many columns, or rows, of a matrix: ``scale`` times the source of this number, or zeros.
 
-    dequantise: makes a matrix of a source that is none, and has no gradient.
+    dequantise: makes a matrix of a source that is none, and has no gradient. wanted: whether its source gets one.
     """
 
     length: int
@@ -28,7 +28,6 @@ class Part(NamedTuple):
     scale: float = 1
 
     def wanted(self, needs: Sequence[bool]) -> bool:
-        """Whether its source gets a gradient."""
         return self.source is not None and self.dequantise is None and needs[self.source]
 
 
@@ -73,7 +72,6 @@ class Matrix(NamedTuple):
         return out.t()
 
     def wanted(self, needs: Sequence[bool]) -> bool:
-        """Whether one of its sources needs a gradient."""
         return True in [each.wanted(needs) for each in self.parts]
 
     def give(self, d: Any, sources: Sequence[Tensor], found: list[Any], needs: Sequence[bool]) -> None:

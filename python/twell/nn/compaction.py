@@ -1,15 +1,14 @@
 """Neurons that never fire: count firing, remove dead neurons from a layer.
 
-A neuron whose gate is zero adds exactly nothing. Without it a layer computes the same function wherever it would not
-have fired, and the gate GEMM, the one product that sparsity does not skip, is smaller. "Never fired on this data" is
-not "cannot fire": nothing is removed unless asked for.
+A neuron whose gate is zero adds exactly nothing, and without it the gate GEMM, the one product that sparsity does not
+skip, is smaller. "Never fired on this data" is not "cannot fire": nothing is removed unless asked for.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,8 +37,7 @@ CHUNK_GATES = 1 << 24
 class Firing:
     """How often each of N neurons fired, and over how many tokens.
 
-    totals: int64 [N + 1], the N counts and then the tokens. Evidence of several runs, or of ranks by an all-reduce, is
-        that of the sum of their totals.
+    totals: int64 [N + 1], the N counts and then the tokens; those of several runs or ranks are their sum.
     """
 
     totals: Tensor
@@ -69,32 +67,28 @@ def count_firing(model: nn.Module) -> Iterator[dict[str, Firing]]:
     """Count how often each neuron of the twell layers of ``model`` fires, in every call inside the ``with``.
 
     ``model`` may itself be such a layer, whose name is "". A neuron fires for a token if its gate, after ReLU and
-    rounding to 16 bits, is not zero. The gate is computed once more for this, by PyTorch; kernels may differ where the
-    order of summation decides whether a gate is zero.
-    Works with and without gradients and under autocast, and never waits for the device. Recomputation by activation
-    checkpointing is not counted. Counts are on the device of each layer, which must not move meanwhile, and can be read
-    at any time.
+    rounding to 16 bits, is not zero. PyTorch computes the gate once more for this; kernels may differ where the order
+    of summation decides whether a gate is zero. A projection that is more than its weight, as an adapter is, is called
+    a second time: its dropout draws another mask, and its batch norm sees the tokens twice.
 
-    A projection that is more than its weight, as an adapter is, is called a second time: its dropout draws another
-    mask, and its batch norm sees the tokens twice. Register pre-hooks that change a layer's input before this call.
+    Works with and without gradients and under autocast, and never waits for the device. Recomputation by activation
+    checkpointing is not counted. Counts, on the device of each layer, which must not move, can be read at any time.
 
     Counting uses hooks, which a model compiled before may not run, and which ``fullgraph=True`` refuses: call the
-    original, or compile inside. Pickle models outside the ``with``. Raises ValueError if there is no twell layer.
+    original, or compile inside. Register pre-hooks that change a layer's input before this call, and pickle models
+    outside the ``with``. Raises ValueError if there is no twell layer.
     """
     layers = named_layers(model)
     if not layers:
         raise ValueError(f"count_firing: the model must have SparseGatedMLP or SparseMLP layers, got {_kind(model)}")
-    firing, handles = {}, []
-    try:
+    firing = dict[str, Firing]()
+    with ExitStack() as handles:
         for name, mlp in layers.items():
             weight = gate_of(mlp).weight
             totals = torch.zeros(weight.shape[0] + 1, dtype=torch.int64, device=weight.device)
-            handles.append(mlp.register_forward_pre_hook(_counter(mlp, totals), with_kwargs=True))
+            handles.enter_context(mlp.register_forward_pre_hook(_counter(mlp, totals), with_kwargs=True))
             firing[name] = Firing(totals)
         yield firing
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
@@ -112,30 +106,21 @@ def _counter(owner: MLP, totals: Tensor) -> Callable[[nn.Module, tuple[Any, ...]
 @torch.no_grad()
 def count_call(mlp: MLP, x: Tensor, totals: Tensor) -> None:
     """Add the non-zeros of the gate of x [..., K] to ``totals`` [N + 1], by neuron, and its tokens."""
-    gate, plain = gate_of(mlp), mlp._is_plain()
-    # divided by tensor parallelism, say
-    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    gate, plain, x = gate_of(mlp), mlp._is_plain(), whole(x)
     if x.dim() == 0 or x.shape[-1] != mlp.hidden or not x.is_floating_point() or not x.numel():
         # the layer itself refuses what it does not take
         return
     weight, bias = gate.weight, gate.bias
     if plain:
-        whole = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (weight, bias))
         # autocast may have ended meanwhile
-        weight, bias = cast([*whole], x.dtype)
+        weight, bias = cast(map(whole, (weight, bias)), x.dtype)
     tokens, fired = x.reshape(-1, x.shape[-1]), torch.zeros_like(totals[:-1])
-    for chunk in tokens.split(max(1, CHUNK_GATES // len(fired))):
+    for chunk in torch.split(tokens, max(1, CHUNK_GATES // len(fired))):
         # the projection may be more than its weight: an adapter, say
-        values = F.linear(chunk, weight, bias) if plain else gate_by_call(mlp, chunk)
+        values = F.linear(chunk, weight, bias) if plain else mlp._gate(as_parameters(mlp, chunk))
         fired += (activation_of("fatrelu", mlp.threshold).after(values) != 0).sum(0)
     totals[:-1] += fired
     totals[-1] += tokens.shape[0]
-
-
-def gate_by_call(mlp: MLP, rows: Tensor) -> Tensor:
-    """The gate [M, N] of rows [M, K] before its activation, by calling a projection that is more than a weight."""
-    gate: Tensor = mlp._gate(as_parameters(mlp, rows))
-    return gate
 
 
 def as_parameters(mlp: MLP, rows: Tensor) -> Tensor:
@@ -149,8 +134,7 @@ class LayerCompaction(NamedTuple):
     """The result of ``compact`` for one layer.
 
     name: in ``named_modules`` of the module; "" for the module itself. neurons: N before. alive: how many of them are
-    alive by the evidence. kept: N after, ``alive`` filled up to a multiple of 8. bytes_saved: of parameters, on their
-    device.
+    alive by the evidence. kept: N after, ``alive`` filled up to a multiple of 8. bytes_saved: of parameters.
     """
 
     name: str
@@ -171,7 +155,6 @@ class CompactionReport:
     """The result of ``compact``: a ``LayerCompaction`` for each layer, in the order of ``alive``."""
 
     layers: tuple[LayerCompaction, ...]
-    # of all layers
     neurons = property(lambda self: sum(layer.neurons for layer in self.layers), doc="Neurons before.")
     kept = property(lambda self: sum(layer.kept for layer in self.layers), doc="Neurons after.")
     bytes_saved = property(lambda self: sum(layer.bytes_saved for layer in self.layers), doc="Bytes of parameters.")
@@ -185,8 +168,7 @@ class CompactionReport:
 class Compaction(nn.Module):
     """The record of a compacted layer, its child ``compaction``; computes nothing.
 
-    kept: bool [N], a persistent buffer: True for neurons of the original layer that are still there. It says which
-    neurons a checkpoint holds; ``compact`` takes it to make a fresh layer fit.
+    kept: bool [N], a persistent buffer: the neurons of the original layer that are still there, so in a checkpoint.
     """
 
     kept: Tensor
@@ -202,15 +184,11 @@ class Compaction(nn.Module):
 
 
 def compact(
-    module: Module,
-    alive: Tensor | Firing | Mapping[str, Tensor] | Mapping[str, Firing],
-    *,
-    inplace: bool = False,
+    module: Module, alive: Tensor | Firing | Mapping[str, Tensor] | Mapping[str, Firing], *, inplace: bool = False
 ) -> tuple[Module, CompactionReport]:
     """Remove the neurons of ``module`` that are not alive; return the result and a report.
 
-    The result is exact where no removed neuron would fire; elsewhere the terms of those neurons are missing. ``alive``
-    comes from data and holds for that data alone.
+    The result is exact where no removed neuron would fire; elsewhere the terms of those neurons are missing.
 
     Args:
         module: a SparseGatedMLP, a SparseMLP, or any model with such layers, whatever ``sparsify_`` makes among them.
@@ -218,16 +196,14 @@ def compact(
         alive: for a layer its ``Firing``, whose neurons must have fired once, or bool [N] that is true for neurons to
             keep, on any device. For a model a mapping from names of layers, as in ``named_modules``, to these, as
             ``count_firing`` gives it; layers that it does not name stay as they are.
-        inplace: change the layers of ``module`` itself and return it. Otherwise return a copy and leave ``module`` as
-            it is.
+        inplace: change the layers of ``module`` itself and return it, not a copy.
 
-    A compacted layer stays what it was except for N: class, ``strategy``, hooks and all else are kept. Its neurons keep
-    their order. Their parameters are new, on the same device and with the same ``requires_grad``; gradients,
-    ``main_grad`` and the state of an optimizer do not follow, so make the optimizer afterwards. Parameters that other
-    modules share are no longer shared.
+    A compacted layer stays what it was except for N: class, ``strategy``, hooks and all else are kept, and neurons keep
+    their order. Their parameters are new, on the same device, with the same ``requires_grad`` and no longer shared with
+    other modules; gradients, ``main_grad`` and the state of an optimizer do not follow: make the optimizer afterwards.
 
     N stays a multiple of 8, so up to 7 neurons that are not alive are kept, the first ones. The gate GEMM's kernel
-    computes tiles of 256 neurons: it gains for each 256 that N falls. Compacting again is possible.
+    gains for each 256 that N falls. Compacting again is possible.
 
     Each compacted layer gets a child ``compaction`` (see there) with ``kept``, bool [N], and ``neurons``, their
     original indices. To load its state dict into a fresh model, compact that with the masks first:
@@ -245,6 +221,11 @@ def compact(
             # one at a time: the memory of the old ones is free for the next
             _keep(to.get_submodule(name), kept.clone())
     return to, CompactionReport(tuple(reports))
+
+
+def whole(t: Any) -> Any:
+    """The full tensor of a DTensor, as tensor parallelism makes, differentiably; others as they are."""
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 def gate_of(mlp: MLP) -> nn.Linear:
@@ -267,9 +248,9 @@ def _plan(module: nn.Module, alive: object) -> tuple[dict[str, Tensor], list[Lay
         alive = {"": alive}
     if not isinstance(alive, Mapping):
         raise TypeError(f"compact: alive must map names of layers to Firing or bool tensors, got {_kind(alive)}")
-    first = {id(mlp): name for name, mlp in layers.items()}
+    first = {mlp: name for name, mlp in layers.items()}
     with unlisted():
-        every = {name: first.get(id(child)) for name, child in module.named_modules(remove_duplicate=False)}
+        every = {name: first.get(child) for name, child in module.named_modules(remove_duplicate=False)}
     masks, reports = {}, dict[str, LayerCompaction]()
     for name, evidence in alive.items():
         own = every.get(name)
@@ -279,15 +260,13 @@ def _plan(module: nn.Module, alive: object) -> tuple[dict[str, Tensor], list[Lay
         if own in reports:
             raise ValueError(f"compact: alive must name a layer once, got {reports[own].name!r} and {name!r}")
         if layers[own]._given:
-            raise NotImplementedError(
-                f"compact: {name or 'module'} must make its gate itself, got one whose gate the model's own code "
-                "makes, of all neurons perhaps"
-            )
+            got = "one whose gate the model's own code makes, of all neurons perhaps"
+            raise NotImplementedError(f"compact: {name or 'module'} must make its gate itself, got {got}")
         masks[own], reports[own] = _choose(layers[own], name, evidence)
+    held = {name: {getattr(mlp, child) for child in mlp._projections} for name, mlp in layers.items()}
     for name in masks:
-        mine = {id(getattr(layers[name], child)) for child in layers[name]._projections}
-        for other, mlp in layers.items():
-            if other != name and mine & {id(getattr(mlp, child)) for child in mlp._projections}:
+        for other in layers:
+            if other != name and held[name] & held[other]:
                 raise ValueError(f"compact: {name} must have projections of its own, got one that is {other}'s, too")
     return masks, list(reports.values())
 
@@ -309,10 +288,8 @@ def _choose(mlp: MLP, name: str, evidence: object) -> tuple[Tensor, LayerCompact
         raise ValueError(f"{where} must have values, got a tensor on meta")
     if isinstance(evidence, Firing):
         if not evidence.tokens:
-            raise ValueError(
-                f"{where} must come from data, got counts of no tokens: the layer was not called, or only within a "
-                "compiled module"
-            )
+            got = "counts of no tokens: the layer was not called, or only within a compiled module"
+            raise ValueError(f"{where} must come from data, got {got}")
         tensor = evidence.alive()
     kept = tensor.to("cpu", copy=True)
     living = int(kept.sum())
@@ -333,10 +310,8 @@ def _neurons(mlp: Any, name: str = "") -> list[tuple[nn.Linear, str, nn.Paramete
         own = dict(linear.named_parameters())
         where = f"{name}.{child}".strip(".")
         if not isinstance(linear, nn.Linear) or own.keys() - {"bias"} != {"weight"}:
-            raise TypeError(
-                f"{where} must be an nn.Linear with parameters weight and bias alone, got {_kind(linear)} with "
-                f"{sorted(own)}"
-            )
+            got = f"{_kind(linear)} with {sorted(own)}"
+            raise TypeError(f"{where} must be an nn.Linear with parameters weight and bias alone, got {got}")
         if any(hasattr(parameter, "full_tensor") for parameter in own.values()):
             raise TypeError(f"{where} must have plain parameters, got DTensors: compact before the model is sharded")
         found += [(linear, key, p, int(is_down)) for key, p in own.items() if not (is_down and key == "bias")]

@@ -66,12 +66,11 @@ class Key(NamedTuple):
 
 def _parts(config: Any) -> dict[tuple[str, ...], Any]:
     """A configuration of transformers and those within it, by the attributes that lead to each."""
-    found, seen = dict[tuple[str, ...], Any](), set[int]()
+    found = dict[tuple[str, ...], Any]()
     left: list[tuple[tuple[str, ...], Any]] = [((), config)]
     while left:
         path, part = left.pop(0)
-        if id(part) not in seen:
-            seen.add(id(part))
+        if all(part is not each for each in found.values()):
             found[path] = part
             left += [((*path, name), value) for name, value in vars(part).items() if hasattr(value, "get_text_config")]
     return found
@@ -105,7 +104,6 @@ def as_stock(config: Any) -> dict[Key, Activation]:
 
 
 def stock_activations() -> list[str]:
-    """The activations that transformers has."""
     return list(sys.modules["transformers.activations"].ACT2FN)
 
 

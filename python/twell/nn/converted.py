@@ -1,7 +1,5 @@
 """The layers that ``sparsify_`` makes of modules, whose projections keep their names."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -9,13 +7,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from twell.base.activation import Activation
-from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.nn.layers import GATED, SparseFFN, SparseGatedMLP, SparseMLP
 from twell.nn.pairs import SharedLinear, keep_hook
 from twell.nn.projections import Projection
-
-# The names of projections in layers of twell.
-GATED = ("gate_proj", "up_proj", "down_proj")
-PLAIN = ("up_proj", "down_proj")
 
 
 class Applied(nn.Module):
@@ -56,12 +50,15 @@ class _Renamed(SparseFFN):
     def _add_projections(self, *_: Any) -> None:
         """They are given."""
 
-    _names: tuple[str, ...]
-
 
 def _child(place: int) -> Any:
     """A property: the child whose name is at this place of ``_names``."""
     return property(lambda layer: layer._modules[layer._names[place]])
+
+
+def _half(place: int) -> Any:
+    """A property: a layer with the views of the weight and the bias of gate, 0, or up, 1."""
+    return property(lambda layer: _view(*layer._halves()[place]))
 
 
 class NamedMLP(_Renamed, SparseMLP):  # type: ignore[misc]
@@ -105,9 +102,6 @@ class GivenGatedMLP(SparseGatedMLP):
         found = getattr(self.__dict__.get("_was"), name, None)
         return types.MethodType(found, self) if isinstance(found, types.FunctionType) else super().__getattr__(name)
 
-    def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
-        return self._gate(x), self._project("up_proj", x)
-
 
 def made_by(module: nn.Module, steps: tuple[str, ...], gate: Tensor) -> Any:
     """The gate that children and methods of a module make of its projection."""
@@ -128,16 +122,8 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
         super().__init__(names, linears, **options)
         self._up_first = up_first
 
-    @property
-    def gate_proj(self) -> nn.Linear:  # type: ignore[override]
-        """A layer with the views of the gate's weight and bias."""
-        return _view(*self._halves()[0])
-
-    @property
-    def up_proj(self) -> nn.Linear:  # type: ignore[override]
-        """A layer with the views of the up projection's weight and bias."""
-        return _view(*self._halves()[1])
-
+    gate_proj = _half(0)
+    up_proj = _half(1)
     down_proj = _child(1)
 
     def _halves(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -165,8 +151,7 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
         return self._pre_activations(x)[0]
 
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
-        whole = {name: self._applied(name)[0] for name in self._names}
-        mains = super()._main_grads(**whole)
+        mains = super()._main_grads(**{name: self._applied(name)[0] for name in self._names})
         if mains is None:
             return None
         fused, down = mains
@@ -175,8 +160,6 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
     def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
         fused, _ = self._applied(self._names[0])
         return fused, fused, weights[-1]
-
-    _up_first: bool
 
 
 def turn(module: nn.Module, made: nn.Module) -> None:
@@ -192,9 +175,7 @@ def turn(module: nn.Module, made: nn.Module) -> None:
     object.__setattr__(module, "__class__", type(made))
     vars(module).clear()
     vars(module).update(vars(made))
-    vars(module).update(
-        {key: value for key, value in before.items() if key not in functions and not hasattr(module, key)}
-    )
+    vars(module).update({key: before[key] for key in before if key not in functions and not hasattr(module, key)})
     wrapped = types.SimpleNamespace(**{key: before[key] for key in ("forward", "_hf_hook") if key in before})
     keep_hook(module, wrapped)  # type: ignore[arg-type]
 

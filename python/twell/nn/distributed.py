@@ -1,9 +1,9 @@
 """Several GPUs: tensor parallelism for the modules of ``twell.nn``, and plans for whole models.
 
-Data parallelism needs nothing from here: DDP, FSDP1 and ``fully_shard`` (FSDP2) take the modules as they are, and
-``torch.distributed.checkpoint`` stores them. FSDP2, and ``broadcast_from_rank0`` of a state dict, need down weights
-that ``twell.nn.set_down_layout`` did not store by rows. For a loss of ``aux`` alone FSDP2 does not gather the weights
-again.
+It needs a torch with distributed support. Data parallelism needs nothing from here: DDP, FSDP1 and ``fully_shard``
+(FSDP2) take the modules as they are, and ``torch.distributed.checkpoint`` stores them. FSDP2, and
+``broadcast_from_rank0`` of a state dict, need down weights that ``twell.nn.set_down_layout`` did not store by rows. For
+a loss of ``aux`` alone FSDP2 does not gather the weights again.
 
 Tensor parallelism divides neurons: each rank holds rows of gate and up and columns of down; the outputs are summed::
 
@@ -12,8 +12,6 @@ Tensor parallelism divides neurons: each rank holds rows of gate and up and colu
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
-
-Needs a torch with distributed support.
 """
 
 from typing import Any
@@ -37,11 +35,10 @@ __all__ = ["SparseMLPParallel", "tensor_parallel_plan"]
 class SparseMLPParallel(ParallelStyle):
     """The style of ``parallelize_module`` for ``twell.nn.SparseGatedMLP`` and ``SparseMLP``: divides the neurons.
 
-    Each rank holds rows of the gate and up projections with their biases, and columns of the down projection. The bias
-    of the down projection is whole on all ranks and added once. The part of ``down_proj.weight`` has the module's
-    ``down_layout``. Every share of neurons must be a multiple of 8, unless the strategy is "dense". ``hidden`` and
-    ``intermediate`` stay those of the whole layer. With strategy "auto" each rank measures its own neurons and chooses
-    for itself.
+    Each rank holds rows of the gate and up projections with their biases, and columns of the down projection, in the
+    module's ``down_layout``; the down bias is whole on all ranks and added once. Every share of neurons must be a
+    multiple of 8, unless the strategy is "dense". ``hidden`` and ``intermediate`` stay those of the whole layer. With
+    strategy "auto" each rank measures its own neurons and chooses for itself.
 
     Args:
         input_layouts: placement of x if it is not a DTensor: Replicate(), the default, or Shard(1) for sequence
@@ -49,10 +46,9 @@ class SparseMLPParallel(ParallelStyle):
         output_layouts: placement of y: Replicate(), the default, by an all-reduce, or Shard(1) by a reduce-scatter.
         use_local_output: y is a plain tensor, this rank's part; if false, a DTensor.
 
-    ``aux``, returned or recorded, is that of the whole layer on every rank, in plain tensors.
-
-    Applying it raises TypeError for another module; ValueError for a mesh of more than one dimension, shares that are
-    not multiples of 8, and modules already sharded.
+    ``aux``, returned or recorded, is that of the whole layer on every rank, in plain tensors. Applying it raises
+    TypeError for another module; ValueError for a mesh of more than one dimension, shares that are not multiples of 8,
+    and modules already sharded.
     """
 
     def __init__(
@@ -83,11 +79,9 @@ class SparseMLPParallel(ParallelStyle):
         for which in ("gate_proj", "up_proj", "down_proj"):
             linear = getattr(module, which, None)
             if isinstance(linear, nn.Module) and not linear._parameters.keys() >= {"weight", "bias"}:
-                raise ValueError(
-                    f"{name}: {which} must hold a weight and a bias as parameters of its own, got "
-                    f"{type(linear).__name__}: merge adapters and remove parametrizations first; gate and up in one "
-                    "are not divided"
-                )
+                got = f"{type(linear).__name__}: merge adapters and remove parametrizations first"
+                what = f"{which} must hold a weight and a bias as parameters of its own, got {got}"
+                raise ValueError(f"{name}: {what}; gate and up in one are not divided")
         if isinstance(module.down_proj.weight, DTensor):
             raise ValueError(f"{name}: the module must hold plain parameters, got {module.down_proj.weight.placements}")
         if module.strategy != "dense":
@@ -103,10 +97,7 @@ class SparseMLPParallel(ParallelStyle):
         _distribute(module.down_proj, "weight", device_mesh, Shard(1), source)
         down_layout.store(module.down_proj.weight, rows=module.down_layout == "rows")
 
-        input_layouts, output_layouts, local = self.input_layouts, self.output_layouts, self.use_local_output
-
-        def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            return _place((arguments, named), device_mesh, input_layouts)
+        output_layouts, local = self.output_layouts, self.use_local_output
 
         def reduce(layer: Any, _: object, result: Any) -> Any:
             y, aux = result if isinstance(result, tuple) else (result, None)
@@ -121,7 +112,7 @@ class SparseMLPParallel(ParallelStyle):
 
         # prepended: other hooks, earlier or later, see DTensors that fit the weights go in and figures of the whole
         # layer come out
-        module.register_forward_pre_hook(place, with_kwargs=True, prepend=True)
+        module.register_forward_pre_hook(_placing(device_mesh, self.input_layouts), with_kwargs=True, prepend=True)
         module.register_forward_hook(reduce, prepend=True)
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in list(hooks)[1:]:
@@ -138,15 +129,14 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
       parameters become DTensors, too, since optimizers and ``clip_grad_norm_`` take no mixture; shared ones stay
       shared. Those of a module with children, of ``nn.MultiheadAttention`` and of ``nn.RNNBase`` stay plain tensors.
 
-    The model takes and returns plain tensors, the same on all ranks. The plan is a dictionary of torch's styles, whose
-    entries may be replaced: ``plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())`` divides a vocabulary
-    whose weight no other module has, and ``ColwiseParallel()`` of ``q_proj``, ``k_proj`` and ``v_proj`` with
-    ``RowwiseParallel()`` of ``o_proj`` the heads of Llama, Mistral and Qwen2.
+    The model takes and returns plain tensors, the same on all ranks. Entries of the plan, torch's styles, may be
+    replaced: ``plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())`` divides a vocabulary whose weight no
+    other module has, and ``ColwiseParallel()`` of ``q_proj``, ``k_proj`` and ``v_proj`` with ``RowwiseParallel()`` of
+    ``o_proj`` the heads of Llama, Mistral and Qwen2.
 
     Make it after ``sparsify`` and before anything is sharded. Sequence parallelism is not part of it: HF models number
-    positions by the length of their input. Dropout needs the same seed on all ranks of the mesh.
-
-    Raises ValueError if ``model`` has no layer of ``twell.nn``.
+    positions by the length of their input. Dropout needs the same seed on all ranks of the mesh. Raises ValueError if
+    ``model`` has no layer of ``twell.nn``.
     """
     require("model", model, nn.Module, "an nn.Module")
     names = {module: name for name, module in model.named_modules()}
@@ -156,13 +146,12 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         if isinstance(module, (SparseGatedMLP, SparseMLP)):
             plan[name] = SparseMLPParallel()
             done.update(module.modules(), _inputs(module))
+        # they use parameters without calling the modules that hold them
+        elif isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
+            done.update(module.modules())
     if not plan:
         raise ValueError(f"model must have layers of twell.nn, which sparsify makes, got {type(model).__name__}")
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in names:
-        # they use parameters without calling the modules that hold them
-        if isinstance(module, (nn.MultiheadAttention, nn.RNNBase)):
-            done.update(module.modules())
     for module, name in names.items():
         if module not in done and module._parameters and not any(module.children()):
             plan[name] = _Whole(made)
@@ -189,13 +178,10 @@ class _Whole(ParallelStyle):
             whole = distribute_tensor(buffer, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
             module.register_buffer(name, whole, persistent=name not in module._non_persistent_buffers_set)
 
-        def place(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            return _place((arguments, named), device_mesh, (Replicate(),))
-
         def take(_: nn.Module, __: object, result: Any) -> Any:
             return pytree.tree_map_only(DTensor, lambda t: _redistributed(t, (Replicate(),), True), result)
 
-        module.register_forward_pre_hook(place, with_kwargs=True)
+        module.register_forward_pre_hook(_placing(device_mesh, (Replicate(),)), with_kwargs=True)
         module.register_forward_hook(take)
         return module
 
@@ -212,13 +198,13 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Place
     module.register_parameter(name, nn.Parameter(placed, parameter.requires_grad))
 
 
-def _place(tree: Any, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
-    """``tree`` with DTensors in place of its plain tensors."""
+def _placing(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Any:
+    """A pre-hook with arguments by name, which puts DTensors in place of plain tensors."""
 
     def place(t: Tensor) -> Tensor:
         return t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, placements, run_check=False)
 
-    return pytree.tree_map_only(Tensor, place, tree)
+    return lambda _, *arguments: pytree.tree_map_only(Tensor, place, arguments)
 
 
 def _redistributed(t: DTensor, placements: tuple[Placement, ...], local: bool) -> Tensor:

@@ -1,12 +1,11 @@
 """How ``down_proj.weight`` lies in memory: by rows of neurons for the kernels, as nn.Linear stores it for other code.
 
 With ``down_layout="auto"`` a layer lays its weight by rows before an inference call on a GPU, if nothing but the layer
-holds the Parameter and its memory: no optimizer, list, state dict, view or export. So nothing else can notice. The
-layer puts the weight back before it hands it out: when it is listed, saved, copied, moved, or trained.
+holds the Parameter and its memory, so that nothing else can notice, and puts it back before it hands it out: when it is
+listed, saved, copied, moved, or trained.
 """
 
 import contextlib
-import functools
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -55,16 +54,14 @@ class Laid:
 
     def put_back(self) -> None:
         """Store the weight as nn.Linear does."""
-        if modes.compiling() or self.weight is None or _UNLISTED.get():
-            return
         # a compiler lists what it traces, to read it
-        if TracingContext.try_get() is not None:
+        if modes.compiling() or self.weight is None or _UNLISTED.get() or TracingContext.try_get() is not None:
             return
         with self.lock:
             if self.weight is None:
                 return
             captured = memory.is_captured(self.weight) or modes.capturing(self.weight)
-            if captured or not _has_memory_alone(self.weight):
+            if captured or _uses(self.weight)[:2] != _USES_OF_ONE[:2]:
                 reader = "a CUDA graph reads it" if captured else "another tensor has its memory"
                 then = "capture again" if captured else "make that one again"
                 warn_once(
@@ -90,56 +87,35 @@ class Laid:
             weight.record_stream(torch.cuda.current_stream(weight.device))
 
 
-class Turn:
-    """An eager call of a layer: its down weight is laid before, and nothing else lays it meanwhile."""
-
-    __slots__ = ("_layer", "_lock", "_parameters")
-
-    def __init__(self, layer: Any, parameters: dict[str, Any]) -> None:
-        self._layer, self._parameters, self._lock = layer, parameters, layer._laid.lock
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        try:
-            settle(self._layer, self._parameters)
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def turn(layer: Any) -> contextlib.AbstractContextManager[None]:
-    """The context of an eager call of ``layer``."""
-    # a look-up of nn.Module costs a microsecond
-    parameters = (layer._modules.get("down_proj") or layer.down_proj)._parameters
-    weight = parameters.get("weight")
+def lock_of(layer: Any) -> contextlib.AbstractContextManager[Any] | None:
+    """What an eager call of ``layer`` holds, and settles its down weight first; None where that stays as it lies."""
+    weight = _parameters(layer).get("weight")
     layer._laid.fresh = False
     if type(weight) is nn.Parameter and is_on_gpu(weight):
         if layer._down_layout == "auto":
-            return Turn(layer, parameters)
+            return layer._laid.lock  # type: ignore[no-any-return]
         if modes.capturing(weight):
             memory.note_capture(weight)
-    return _NOTHING
+    return None
 
 
 def lay(layers: Iterable[Any]) -> None:
     """Lay the down weights of ``layers`` as inference wants them, for calls that are compiled before an eager one."""
     for layer in layers:
-        with torch.no_grad(), turn(layer):
-            pass
+        if lock := lock_of(layer):
+            with torch.no_grad(), lock:
+                settle(layer)
 
 
-def settle(layer: Any, parameters: dict[str, Any]) -> None:
-    """Lay the down weight of a layer, one of the ``parameters``, as its next call wants it, with gradients or without.
+def _parameters(layer: Any) -> Any:
+    # a look-up of nn.Module costs a microsecond
+    return (layer._modules.get("down_proj") or layer.down_proj)._parameters
 
-    Only the dictionary holds the weight here, so that other holders can be counted.
-    """
-    laid = layer._laid
+
+def settle(layer: Any) -> None:
+    """Lay the down weight of a layer as its next call wants it, with gradients or without."""
+    # only the dictionary holds the weight here, so that other holders can be counted
+    laid, parameters = layer._laid, _parameters(layer)
     trains = torch.is_grad_enabled() and parameters["weight"].requires_grad
     if laid.weight is parameters["weight"]:
         if trains:
@@ -177,7 +153,7 @@ def obstacle(layer: Any) -> str:
         return "a CUDA graph reads it"
     if not modes.eager((weight,)):
         return "the call is traced or transformed"
-    if layer._runs_dense(weight):
+    if layer._planned(weight, False).strategy in ("none", "dense"):
         return "inference runs dense"
     return ""
 
@@ -208,15 +184,8 @@ def _uses(tensor: Tensor) -> tuple[int, int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage), tensor._use_count()  # type: ignore[attr-defined]
 
 
-@functools.cache
-def _uses_of_one() -> tuple[int, int, int]:
-    """``_uses`` of a tensor whose memory no other one has."""
-    return _uses(torch.empty(1, device="cpu"))
-
-
-def _has_memory_alone(weight: Tensor) -> bool:
-    """Whether no other tensor has the memory of ``weight``."""
-    return _uses(weight)[:2] == _uses_of_one()[:2]
+# of a tensor whose memory no other one has
+_USES_OF_ONE = _uses(torch.empty(1, device="cpu"))
 
 
 def _owns_memory(weight: Tensor) -> bool:
@@ -226,31 +195,25 @@ def _owns_memory(weight: Tensor) -> bool:
     place = storage._cdata
     del storage
     sent = any(shared.cdata == place for shared in list(shared_cache.values()))
-    return whole and not sent and _uses(weight) == _uses_of_one()
+    return whole and not sent and _uses(weight) == _USES_OF_ONE
 
 
-def store(weight: Tensor, rows: bool) -> bool:
-    """Store the Parameter ``weight`` [K, N] and its gradient by rows of neurons, or contiguous; whether any changed."""
+def store(weight: Tensor, rows: bool) -> None:
+    """Store the Parameter ``weight`` [K, N] and its gradient by rows of neurons, or contiguous."""
     if sharded({"weight": weight}):
         from twell.call import sharding
 
-        return sharding.lay(weight, rows)  # type: ignore[arg-type]
-    if not behaves(weight):
-        # a quantised one has a layout of its own
-        return False
-    changed = False
-    for tensor in (weight, weight.grad if weight.is_leaf else None):
-        if tensor is None or (tensor.t() if rows else tensor).is_contiguous():
-            continue
-        # an inference tensor takes only inference data, a normal tensor only normal data
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            tensor.data = _copied(tensor, rows)
-        changed = True
-    return changed
+        sharding.lay(weight, rows)  # type: ignore[arg-type]
+    # a quantised one has a layout of its own
+    elif behaves(weight):
+        for tensor in (weight, weight.grad if weight.is_leaf else None):
+            if tensor is not None and not (tensor.t() if rows else tensor).is_contiguous():
+                # an inference tensor takes only inference data, a normal tensor only normal data
+                with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                    tensor.data = _copied(tensor, rows)
 
 
 def _copied(tensor: Tensor, rows: bool) -> Tensor:
-    """A copy of ``tensor`` [K, N] in a layout."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         return tensor.data.t().contiguous().t() if rows else tensor.data.contiguous()
 

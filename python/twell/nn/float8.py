@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +17,12 @@ from twell.choose import cards
 from twell.choose.explanation import Choice
 from twell.choose.plan import Facts, unpackable
 from twell.choose.site import AutoStrategy
+from twell.nn.layers import GATED
 from twell.nn.record import watch
 from twell.nn.settings import Configured, setting
 from twell.ops.calls import How
 from twell.ops.float8 import E4M3, Float8, checked
 from twell.runtime import modes
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Float8Projection(nn.Module):
@@ -56,9 +54,8 @@ class Float8Projection(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         watch()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        own = self.weight, self.weight_scale
-        return super()._apply(moving(fn, own), recurse)  # type: ignore[no-untyped-call, no-any-return]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(moving(fn, [self.weight, self.weight_scale]), recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *how: Any) -> None:
         """As torch, but what is no e4m3 with scales is refused instead of cast."""
@@ -105,10 +102,6 @@ def _static(scale: Tensor) -> Tensor:
     if not made.is_meta and not 0 < float(made) < math.inf:
         raise ValueError(f"input_scale must be finite and above 0, got {float(made)}")
     return made
-
-
-# projections' own names, which a subclass may define
-_NAMES = {"gate_proj", "up_proj", "down_proj"}
 
 
 class Float8MLP(Configured):
@@ -162,7 +155,8 @@ class Float8MLP(Configured):
         self._names = tuple(names) if gate is not None else tuple(names[-2:])
         records = [record for record in (gate, up, down) if record is not None]
         given = tuple(biases) if gate is not None else tuple(biases[-2:])
-        taken = [name for name in self._names if name not in _NAMES and hasattr(type(self), name)]
+        # a subclass may define projections' own names
+        taken = [name for name in self._names if name not in GATED and hasattr(type(self), name)]
         if len(set(self._names)) != len(records) or taken:
             raise ValueError(f"names must be {len(records)} names of their own for projections, got {list(names)}")
         if len(given) != len(records) or (gate is None and len(biases) > 2 and biases[0] is not None):
@@ -180,14 +174,13 @@ class Float8MLP(Configured):
         super().__setattr__(name, _static(value) if name == "input_scale" and value is not None else value)
 
     def _add(self, name: str, record: Float8, bias: Tensor | None, is_down: bool) -> None:
-        """Take a projection."""
         setattr(self, name, Float8Projection(record, bias, by_columns=is_down))
 
     def _asked(self) -> How:
         return super()._asked()._replace(fast=self._fast_accum)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        return super()._apply(moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call, no-any-return]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return super()._apply(moving(fn, [self._buffers["input_scale"]]), recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor | Float8) -> Tensor:
         """x [..., hidden] -> y [..., hidden], bfloat16."""
@@ -197,25 +190,25 @@ class Float8MLP(Configured):
         children = [getattr(self, name) for name in self._names]
         records: list[Any] = [child.record() for child in children]
         biases: list[Any] = [child.bias for child in children]
+        function: Any = functional.sparse_gated_ffn
         if len(children) == 2:
+            function = functional.sparse_ffn
             records.insert(1, None)
             biases.insert(1, None)
         how = self._asked() if modes.compiling() else self._how
-        scale: Any = self.input_scale
-        function = functional.sparse_ffn if len(children) == 2 else functional.sparse_gated_ffn
-        return functional.run_scaled(function, x, records, biases, how, scale)
+        return functional.run_scaled(function, x, records, biases, how, self.input_scale)  # type: ignore[arg-type]
 
     def explain(self, name: str = "") -> list[Choice]:
         """The rows of ``twell.explain`` for this layer."""
         on, site = getattr(self, self._names[-1]).weight.device, self._site()
+        measured = list[Choice]()
         if site is None:
-            named = "row" if self.invariant else str(self.strategy)
-            rows = [Choice(name, "inference", "any", "", named, "invariant=True" if self.invariant else "it was named")]
+            how = ("row", "invariant=True") if self.invariant else (str(self.strategy), "it was named")
         elif imposed := cards.imposed(on.type, on.index):
-            rows = [Choice(name, "inference", "any", "", "dense", imposed)]
+            how = "dense", imposed
         else:
-            rows = site.explain(name) or [Choice(name, "inference", "any", "", "auto", "not called yet")]
-        return [row._replace(layout="rows") for row in rows]
+            how, measured = ("auto", "not called yet"), site.explain(name)
+        return [row._replace(layout="rows") for row in measured or [Choice(name, "inference", "any", "", *how)]]
 
     def extra_repr(self) -> str:
         return f"{self.hidden}, {self.intermediate}, activation={self.activation!r}, strategy={self.strategy!r}"

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 DownLayout = Literal["auto", "rows", "linear"]
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# the names of projections
+GATED = ("gate_proj", "up_proj", "down_proj")
+PLAIN = GATED[1:]
 
 
 class SparseFFN(Configured):
@@ -42,9 +44,8 @@ class SparseFFN(Configured):
     down_proj: nn.Linear
     aux: Aux | None = None
     _settings = Configured._settings | {"down_layout", "accumulate_main_grad", "record_aux"}
-    _unsaved = ("aux", "_laid", "_how")
     # the names of the children that are projections, in the order of calls
-    _projections: tuple[str, ...] = _PROJECTIONS
+    _projections: tuple[str, ...] = GATED
     # ``own_code`` of those of other classes that were seen to compute the same, and whether weights are cast as x is
     _linears: tuple[Any, ...] = ()
     _casts = False
@@ -54,17 +55,12 @@ class SparseFFN(Configured):
     _still: tuple[str, ...] = ()
     # whether other code makes the gate, and whether other code applies the activation
     _given = _fixed = False
-    if TYPE_CHECKING:
-        _laid: _down_layout.Laid
-        _accumulate_main_grad: bool
-        _record_aux: bool
-        accumulate_main_grad: bool
-        record_aux: bool
-        down_layout: DownLayout
-    else:
-        down_layout, accumulate_main_grad, record_aux = map(
-            setting, ("down_layout", "accumulate_main_grad", "record_aux")
-        )
+    _laid: _down_layout.Laid
+    _accumulate_main_grad: bool
+    _record_aux: bool
+    down_layout: DownLayout = setting("down_layout")
+    accumulate_main_grad: bool = setting("accumulate_main_grad")
+    record_aux: bool = setting("record_aux")
 
     def __init__(
         self,
@@ -111,9 +107,8 @@ class SparseFFN(Configured):
 
     def _require(self, name: str, value: Any) -> None:
         if name in ("activation", "threshold") and self._fixed and value != self.__dict__.get(f"_{name}", value):
-            raise ValueError(
-                f"{name} must be as it is, since the model's own code applies the activation, got {value!r}"
-            )
+            why = "since the model's own code applies the activation"
+            raise ValueError(f"{name} must be as it is, {why}, got {value!r}")
         if name == "down_layout":
             require_layout(name, value)
         else:
@@ -129,10 +124,8 @@ class SparseFFN(Configured):
 
     def extra_repr(self) -> str:
         form = "" if self.activation == "relu" else f", activation={self.activation!r}"
-        if isinstance(self.threshold, Tensor):
-            form += ", threshold=a tensor"
-        elif self.threshold:
-            form += f", threshold={self.threshold}"
+        threshold = "a tensor" if isinstance(self.threshold, Tensor) else self.threshold
+        form += f", threshold={threshold}" if threshold else ""
         form += "" if self.screen == "auto" else f", screen={self.screen!r}"
         form += ", invariant=True" if self.invariant else ""
         return f"{self.hidden}, {self.intermediate}, compression={self.compression}, strategy={self.strategy!r}{form}"
@@ -145,46 +138,37 @@ class SparseFFN(Configured):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_laid": _down_layout.Laid(), "_children": 0})
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Module]]:
         """As in ``nn.Module``. Listings of parameters come by here, and get the down weight as nn.Linear stores it."""
         down = self.down_proj
-        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+        for name, module in super().named_modules(*args, **options):
             if module is down:
                 self._laid.put_back()
             yield name, module
         # a child that other layers have, too, may have been listed with them
         self._laid.put_back()
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As in ``nn.Module``."""
-        if not recurse:
-            self._laid.put_back()
-        return super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``nn.Module``."""
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
         self._laid.put_back()
-        return super().state_dict(*args, **kwargs)
+        return super().named_parameters(*args, **options)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        self._laid.put_back()
+        return super().state_dict(*args, **options)
 
     def train(self, mode: bool = True) -> Self:
-        """As in ``nn.Module``."""
         if mode:
             self._laid.put_back()
         self._laid.fresh = True
         return super().train(mode)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """As in ``nn.Module``."""
         self._laid.put_back()
         return super().apply(fn)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._laid.put_back()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     @overload
     def forward(self, x: Tensor, return_aux: Literal[False] = False) -> Tensor: ...
@@ -205,7 +189,10 @@ class SparseFFN(Configured):
         if not (plain or self._given):
             _down_layout.note_capture(self)
             return self._finish(self._adapted(x, with_aux), return_aux)  # type: ignore[no-any-return]
-        with contextlib.nullcontext() if compiling else _down_layout.turn(self):
+        lock = None if compiling else _down_layout.lock_of(self)
+        with lock or contextlib.nullcontext():
+            if lock:
+                _down_layout.settle(self)
             result = self._sparse(x, with_aux, how) if plain else self._adapted(x, with_aux)
         return self._finish(result, return_aux)  # type: ignore[no-any-return]
 
@@ -216,10 +203,8 @@ class SparseFFN(Configured):
         else, and whether the down weight lies as it should.
         """
         children = self._modules
-        if not isinstance(x, Tensor):
-            return None
         # one that was set beside a projection may take its role
-        if len(children) != self._children:
+        if not isinstance(x, Tensor) or len(children) != self._children:
             return None
         operands: list[Tensor | None] = [x]
         biases: list[Tensor | None] = []
@@ -256,11 +241,13 @@ class SparseFFN(Configured):
             return known((*operands, *biases), how)
 
     def _sparse(self, x: Tensor, with_aux: bool, how: How) -> Any:
-        """The result of the layer's function."""
         found = list(self._operands())
         weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
-        mains = self._main_grads(**dict(zip(_PROJECTIONS if self._gated else _PROJECTIONS[1:], weights)))
-        given: list[Any] = list(self._announced(*weights))
+        mains = self._main_grads(**dict(zip(GATED if self._gated else PLAIN, weights)))
+        given: list[Any] = list(weights)
+        if self._accumulate_main_grad:
+            # backward adds to their mains, and such as tell the parameters so that want to know
+            given = list(map(autograd.announced, weights, self._owners(*weights)))
         extra = execution.NOTHING
         if self._casts and isinstance(x, Tensor) and x.is_floating_point() and x.dtype != weights[0].dtype:
             extra = execution.Extra(execution.Made(weights[0], 0, None))
@@ -274,24 +261,19 @@ class SparseFFN(Configured):
         return functional.run(function, Layer(x, *given, *biases), how, mains, with_aux, extra)
 
     def _operands(self) -> Iterable[tuple[Tensor, Tensor | None]]:
-        """The weights and biases of the projections."""
         return map(self._applied, self._projections)
 
-    def _runs_dense(self, weight: Tensor) -> bool:
-        """Whether inference runs dense or not at all, whatever it meets."""
+    def _planned(self, weight: Tensor, training: bool) -> Any:
+        """How calls that read this down weight run, whatever they meet."""
         dtype = modes.product_dtype(weight.dtype, weight.device.type)
-        answer = adapted.planned(self, weight.shape[1], weight.shape[0], dtype, weight.device, False)
-        return answer.strategy in ("none", "dense")
+        return adapted.planned(self, weight.shape[1], weight.shape[0], dtype, weight.device, training)
 
     def _finish(self, result: tuple[Tensor, Aux] | Tensor, return_aux: bool) -> Any:
         """The return value of ``forward``, from that of the function."""
         # a setting may have changed meanwhile
-        if not isinstance(result, tuple):
-            return result
-        y, aux = result
-        if self._record_aux:
-            self.aux = aux
-        return result if return_aux else y
+        if isinstance(result, tuple) and self._record_aux:
+            self.aux = result[1]
+        return result[0] if isinstance(result, tuple) and not return_aux else result
 
     def _is_plain(self) -> bool:
         """Whether calling the projections applies their weights and biases and does nothing else."""
@@ -305,9 +287,7 @@ class SparseFFN(Configured):
 
     def _pre_activations(self, x: Tensor) -> tuple[Any, Any]:
         """The gate before its activation and the up projection; the latter and None in a layer without a gate."""
-        if self._gated:
-            return self._project("gate_proj", x), self._project("up_proj", x)
-        return self._project("up_proj", x), None
+        return self._gate(x), self._project("up_proj", x) if self._gated else None
 
     def _gate(self, x: Tensor) -> Any:
         """The gate before its activation, by calling its projection, which may be more than a weight and a bias."""
@@ -338,15 +318,12 @@ class SparseFFN(Configured):
         return self._dense(*self._pre_activations(x), with_aux)
 
     def _require_still(self) -> None:
-        """Raise NotImplementedError if a dropout that the layer does not run would drop values now."""
         for name in self._still:
             each: Any = getattr(self, name, 0)
             # code may leave out whether it trains
             if p := (each.p if self.training else 0) if isinstance(each, nn.Dropout) else each:
-                raise NotImplementedError(
-                    f"{name} must drop nothing, as when sparsify_ made a layer of its module, whose code is gone, got "
-                    f"p = {p}: set it before sparsify_"
-                )
+                when = "when sparsify_ made a layer of its module, whose code is gone"
+                raise NotImplementedError(f"{name} must drop nothing, as {when}, got p = {p}: set it before sparsify_")
 
     def _drops(self) -> bool:
         """Whether the hidden state passes through something that may change it now."""
@@ -360,12 +337,11 @@ class SparseFFN(Configured):
         return f"{self._dropout}, p = {p}" if p else ""
 
     def _dropped(self, x: Tensor, with_aux: bool) -> Any:
-        """The result where values of the hidden state are dropped, by calls of the projections."""
+        """The result where values of the hidden state are dropped."""
         if self._accumulate_main_grad or self._invariant:
-            raise NotImplementedError(
-                f"accumulate_main_grad and invariant: expected a hidden state of which nothing is dropped, got "
-                f"{self._dropped_by()}, in training: set it to 0"
-            )
+            got = f"{self._dropped_by()}, in training: set it to 0"
+            what = "accumulate_main_grad and invariant: expected a hidden state of which nothing is dropped"
+            raise NotImplementedError(f"{what}, got {got}")
         return self._dense(*self._pre_activations(x), with_aux)
 
     def _dense(self, gate: Any, up: Any, with_aux: bool) -> Any:
@@ -395,33 +371,18 @@ class SparseFFN(Configured):
             return parameters["weight"], parameters["bias"]
         return child.weight, child.bias
 
-    def _first_weight(self) -> Tensor:
-        """The weight before the activation, as calls hand it to the operators."""
-        return self._applied("gate_proj" if self._gated else "up_proj")[0]
-
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
         """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
         if not self._accumulate_main_grad:
             return None
-        mains = []
+        mains = {name: getattr(t, "main_grad", None) if t.requires_grad else None for name, t in weights.items()}
         for name, weight in weights.items():
-            main: Tensor | None = getattr(weight, "main_grad", None) if weight.requires_grad else None
-            if main is None and weight.requires_grad:
-                raise ValueError(
-                    f"accumulate_main_grad: {name}.weight.main_grad must be a float32 tensor "
-                    f"{list(weight.shape)}, got none"
-                )
-            mains.append(main)
-        return mains
-
-    def _announced(self, *weights: Tensor) -> Iterable[Tensor]:
-        """The weights; if backward adds to their mains, such as tell the parameters so that want to know."""
-        if not self._accumulate_main_grad:
-            return weights
-        return map(autograd.announced, weights, self._owners(*weights))
+            if mains[name] is None and weight.requires_grad:
+                expected = f"{name}.weight.main_grad must be a float32 tensor {list(weight.shape)}"
+                raise ValueError(f"accumulate_main_grad: {expected}, got none")
+        return list(mains.values())
 
     def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        """The parameters of which the weights are."""
         return weights
 
     @classmethod
@@ -441,11 +402,11 @@ class SparseGatedMLP(SparseFFN):
 
     ``gate_proj``, ``up_proj`` [intermediate, hidden] and ``down_proj`` [hidden, intermediate] are ``nn.Linear``
     children with their usual initialisation, names, shapes and layout; each has a ``bias`` if asked for. On a GPU the
-    kernels read ``down_proj.weight`` by rows of neurons. For inference the layer stores it so while nothing else holds
+    kernels read ``down_proj.weight`` by rows of neurons: for inference the layer stores it so while nothing else holds
     it (``twell.nn.set_down_layout``); training copies it at each call.
 
     With ``record_aux = True`` each call leaves its ``Aux`` in ``aux``, for models whose code passes on y alone. It is
-    part of autograd's graph, so set ``aux`` to None after reading it. Copies and pickles leave it out.
+    part of autograd's graph: set ``aux`` to None after reading it. Copies and pickles leave it out.
 
     The kernels read the weights and biases; the projections themselves are not called. LoRA adapters of peft and some
     quantised weights are read, too, and a gate projection that is anything else is called (docs/models.md); "auto"
@@ -456,12 +417,13 @@ class SparseGatedMLP(SparseFFN):
     ``compression``, ``strategy``, ``invariant``, ``activation`` and ``threshold`` are those of
     ``twell.sparse_gated_ffn`` and may be set at any time, the threshold to a tensor, too; the state dict holds none of
     them. With "auto" the module has its own ``AutoStrategy``, which chooses by the sparsity measured in earlier calls;
-    ``twell.explain`` shows it. ``screen``, "auto" or "off", is its, or that of an ``AutoStrategy`` that was given as
+    ``twell.explain`` shows it. ``screen``, "auto" or "off", is its, or that of an ``AutoStrategy`` given as
     ``strategy``; None leaves it. A named strategy stays, except that float32 and float64 run dense.
+
     With ``accumulate_main_grad = True`` backward adds the gradient of each weight to ``weight.main_grad``, a float32
-    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has the
-    attribute ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its
-    hooks run; compiled graphs set it as they begin.
+    tensor of the weight's shape that the trainer provides, and leaves ``weight.grad`` alone. A weight that has
+    ``grad_added_to_main_grad``, as Megatron's have, gets True there and a gradient of zeros, so that its hooks run;
+    compiled graphs set it as they begin.
     """
 
     gate_proj: nn.Linear
@@ -480,7 +442,7 @@ class SparseGatedMLP(SparseFFN):
 class SparseMLP(SparseFFN):
     """``down_proj(relu(up_proj(x)))`` through ``twell.sparse_ffn``; all else as in ``SparseGatedMLP``."""
 
-    _projections = _PROJECTIONS[1:]
+    _projections = PLAIN
 
     @classmethod
     def from_linear(cls, up: nn.Linear, down: nn.Linear, **options: Any) -> Self:

@@ -31,7 +31,9 @@ class SharedLinear(nn.Linear):
         self.register_parameter("weight", linear.weight)  # type: ignore[arg-type]
         self.register_parameter("bias", linear.bias)
         self.train(linear.training)
-        _keep_attributes(self, linear)
+        # what a model's code has set on it, as a factor for its learning rate
+        keep_hook(self, linear)
+        vars(self).update({name: value for name, value in vars(linear).items() if not hasattr(self, name)})
 
 
 class Deferred:
@@ -52,26 +54,21 @@ class Deferred:
         self._made: Tensor | None = None
 
     def _state(self) -> list[Any] | None:
-        """What tells whether the product is still the same: versions of its operands, and where the weight lies.
-
-        None where that is not known.
-        """
+        """Versions and the place of the weight, which tell whether the product is still the same; None if not known."""
         if modes.compiling():
             return None
         tensors = [t for t in (self._x, self._weight, self._bias) if t is not None]
         where = self._weight.data_ptr() if modes.eager(tensors) else 0
-        return [*map(_version, tensors), where]
+        plain = [t for t in tensors if isinstance(t, Tensor) and not t.is_inference()]
+        return [*(t._version for t in plain), where]
 
     def behind(self, act: Any) -> Deferred:
-        """What an activation makes of it."""
         return Deferred(self._up, self.taken(), self, act)
 
     def is_of(self, down: PairDown) -> bool:
         """Whether the work of ``fc1`` and the activation of a pair is left to do, and nothing else was done."""
-        up = down.up_proj
-        own = (
-            self._up is up and self._weight is up._parameters.get("weight") and self._bias is up._parameters.get("bias")
-        )
+        up, held = down.up_proj, down.up_proj._parameters
+        own = self._up is up and self._weight is held.get("weight") and self._bias is held.get("bias")
         return own and self._act is not None and self._made is None and down.applies(self._act)
 
     def taken(self) -> Any:
@@ -123,7 +120,6 @@ class Deferred:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
         plain = self._x.dtype if self._up._casts else self._weight.dtype
         return modes.product_dtype(plain, self._weight.device.type)
 
@@ -219,19 +215,16 @@ class PairDown(nn.Module):
 
     @property
     def down_proj(self) -> Any:
-        """This layer itself."""
         return self
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """x: deferred, for the pair as a whole, or the hidden state. Hooks of others see a hidden state."""
         own = vars(self).get("forward")
         if not (own is None or "_hf_hook" in vars(self) or hasattr(own, "_torchdynamo_orig_callable")):
-            raise NotImplementedError(
-                "fc2 of a twell pair must keep its forward, got one set on the instance: use hooks, or leave the block "
-                "out by filter_fn"
-            )
+            got = "one set on the instance: use hooks, or leave the block out by filter_fn"
+            raise NotImplementedError(f"fc2 of a twell pair must keep its forward, got {got}")
         if type(x) is Deferred:
-            if x.is_of(self) and not _hooks_of_others(self):
+            if x.is_of(self) and not any(HOOKS_OF_ALL) and all(map(_is_of_twell, _hooks(self))):
                 if self.up_proj.used_by and not modes.compiling():
                     del self.up_proj.used_by
                 return super().__call__(x.taken(), *args, **kwargs)
@@ -240,11 +233,9 @@ class PairDown(nn.Module):
         return super().__call__(x, *args, hidden=True, **kwargs)
 
     def block_of(self, name: str) -> str:
-        """The name of the block in a model where this layer has a name."""
         return name.removesuffix(self.names[-1]).removesuffix(".")
 
     def applies(self, act: Any) -> bool:
-        """Whether an activation is that of the pair."""
         name, level = act if type(act) is Activation else (act.down.activation, act.down.threshold)
         layer: Any = self
         same = level is layer.threshold or (not isinstance(level, Tensor) and level == layer.threshold)
@@ -268,12 +259,11 @@ class PairDown(nn.Module):
 class SparseDown(PairDown, SparseMLP, SharedLinear):  # type: ignore[override]
     """``fc2`` of a pair: ``fc2(relu(fc1(x)))`` through ``twell.sparse_ffn`` on the input x [..., hidden] of ``fc1``.
 
-    For blocks with both layers and the activation among their own children, which keep their own ``forward`` and their
-    keys ``fc1.weight`` and ``fc2.weight``: ``fc1`` becomes a ``DeferredUp``, the activation a ``HandOn``. This layer,
-    an ``nn.Linear`` with the down projection's parameters, does the work of all three where ``fc1`` and the activation
-    have left it (``Deferred``), and is an ``nn.Linear`` on any other hidden state. ``up_proj`` is the module ``fc1``
-    itself but not a child: copying, pickling, moving and loading the block keep the two together. All else is as in
-    ``twell.nn.SparseMLP``.
+    For blocks with both layers and the activation among their children, which keep their own ``forward`` and keys:
+    ``fc1`` becomes a ``DeferredUp``, the activation a ``HandOn``. This layer, an ``nn.Linear`` with the down
+    projection's parameters, does the work of all three where ``fc1`` and the activation have left it (``Deferred``),
+    and is an ``nn.Linear`` on any other hidden state. ``up_proj`` is the module ``fc1`` itself but not a child:
+    copying, pickling, moving and loading the block keep the two together. All else is as in ``twell.nn.SparseMLP``.
     """
 
     up_proj: nn.Linear
@@ -332,7 +322,6 @@ class HandOn(nn.Identity):
         return super().__call__(x)
 
     def forward(self, x: Any) -> Any:
-        """x [..., intermediate] -> [..., intermediate]."""
         return x.behind(self) if type(x) is Deferred else activated(self, x)
 
 
@@ -348,24 +337,12 @@ def applied(linear: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """The hooks of a module's calls."""
     # by the dictionary: a graph does not look again at attributes that were empty
     return [hook for kind in HOOKS for hook in module.__dict__[kind].values()]
 
 
-def _hooks_of_others(module: nn.Module) -> list[Any]:
-    """Those of others than twell, and the hooks of all modules."""
-    own = [hook for hook in _hooks(module) if not _is_of_twell(hook)]
-    return [*own, *(hook for hooks in HOOKS_OF_ALL for hook in hooks.values())]
-
-
 def _is_of_twell(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("twell.")
-
-
-def _version(x: Any) -> int:
-    """How often a tensor was changed in place, as far as it is known."""
-    return x._version if isinstance(x, Tensor) and not (modes.compiling() or x.is_inference()) else 0
 
 
 def pair_up(
@@ -401,9 +378,3 @@ def put_pair(
     if isinstance(block, nn.TransformerEncoderLayer):
         # else its fast path for inference would read the weights and run dense
         block.activation_relu_or_gelu = 0
-
-
-def _keep_attributes(made: nn.Module, of: nn.Module) -> None:
-    """Give a new layer what a model's code has set on the one that it replaces, as a factor for its learning rate."""
-    keep_hook(made, of)
-    vars(made).update({name: value for name, value in vars(of).items() if not hasattr(made, name)})

@@ -57,7 +57,6 @@ class Projection(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The sum of the adapters' ranks."""
         return sum(each.a.weight.shape[0] for each in self.adapters)
 
     @property
@@ -208,5 +207,4 @@ def sizes_of(inputs: dict[str, nn.Linear], down: nn.Linear) -> tuple[int, int]:
 
 
 def _name(module: Any) -> str:
-    """The full name of a module's class."""
     return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -29,7 +29,7 @@ from twell.runtime.log import logger
 E4M3 = torch.float8_e4m3fn
 _FORMAT = {"num_bits": 8, "type": "float", "symmetric": True}
 # torch.compile, checkpoints and FSDP have the module that they wrap under these names
-_WRAPPER = re.compile(r"\.(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 # the class of entries of experts of transformers that are stacked in tensors
 EXPERTS = "sparse_experts"
 
@@ -69,10 +69,9 @@ def require_named(content: Mapping[str, Any]) -> None:
     """Raise ValueError if only the record of a configuration says what layers compute, for readers of keys alone."""
     for each in content.get(RECORD_KEY) or ():
         if "activation" in each:
-            raise ValueError(
-                f"keys of the configuration must name the activation of all layers, got {each['modules'][0]} with "
-                f"{each['activation']} by its record alone, which twell.integrations.transformers.load reads"
-            )
+            got = f"{each['modules'][0]} with {each['activation']} by its record alone"
+            got += ", which twell.integrations.transformers.load reads"
+            raise ValueError(f"keys of the configuration must name the activation of all layers, got {got}")
 
 
 class Layer(NamedTuple):
@@ -88,10 +87,14 @@ class Layer(NamedTuple):
     activation: Activation | None
 
 
+def unwrapped(name: str) -> str:
+    """The name that a module has without wrappers of torch."""
+    # without patterns, so that a graph can be traced
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of a model by the names that they have without wrappers of torch."""
-    for name, module in model.named_modules():
-        yield _WRAPPER.sub("", f".{name}").removeprefix("."), module
+    return ((unwrapped(name), module) for name, module in model.named_modules())
 
 
 def layer_of(name: str, layer: Any) -> Layer | None:
@@ -196,11 +199,9 @@ def _name(model: Any, found: Mapping[str, Activation]) -> dict[str, str]:
     for key, activation in named.items():
         key.write(model.config, activation)
     if left:
-        logger.warning(
-            "the activation of %d layers is in the record of files alone, which twell.integrations.transformers.load "
-            "reads: %s",
-            *(len(left), next(iter(left.values()))),
-        )
+        reader = "twell.integrations.transformers.load"
+        said = "the activation of %d layers is in the record of files alone, which %s reads: %s"
+        logger.warning(said, len(left), reader, next(iter(left.values())))
     return left
 
 

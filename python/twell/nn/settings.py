@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from twell.base.activation import Activation, ActivationName, activation_of
 from twell.base.arguments import require_flag
@@ -14,9 +14,6 @@ from twell.choose.site import AutoStrategy, Screen
 from twell.nn.record import watch
 from twell.ops.calls import How
 from twell.runtime import geometry, modes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def name_of(strategy: Any) -> Any:
@@ -45,28 +42,23 @@ class Configured(nn.Module):
 
     _gated = False
     # attributes that copies and pickles leave out
-    _unsaved: tuple[str, ...] = ("_how",)
+    _unsaved = ("aux", "_laid", "_how")
     # names of properties
     _settings: frozenset[str] = frozenset(
         ("strategy", "invariant", "compression", "activation", "threshold", "screen", "fast_accum")
     )
-    if TYPE_CHECKING:
-        _auto: AutoStrategy
-        _how: How
-        _strategy: Strategy | AutoStrategy
-        _invariant: bool
-        _compression: int
-        _activation: ActivationName
-        _threshold: float | Tensor
-        activation: ActivationName
-        threshold: float | Tensor
-        strategy: Strategy | AutoStrategy
-        invariant: bool
-        compression: int
-    else:
-        strategy, invariant, compression, activation, threshold = map(
-            setting, ("strategy", "invariant", "compression", "activation", "threshold")
-        )
+    _auto: AutoStrategy
+    _how: How
+    _strategy: Strategy | AutoStrategy
+    _invariant: bool
+    _compression: int
+    _activation: ActivationName
+    _threshold: float | Tensor
+    strategy: Strategy | AutoStrategy = setting("strategy")
+    invariant: bool = setting("invariant")
+    compression: int = setting("compression")
+    activation: ActivationName = setting("activation")
+    threshold: float | Tensor = setting("threshold")
 
     def _require(self, name: str, value: Any) -> None:
         """Raise TypeError or ValueError unless a setting may have this value."""
@@ -90,7 +82,6 @@ class Configured(nn.Module):
             self.__dict__["_how"] = self._asked()
 
     def _asked(self) -> How:
-        """What calls ask by the settings."""
         activation = activation_of(self._activation, self._threshold, self._gated)
         return How(activation, self._site() or self._strategy, self._invariant, self._compression)
 

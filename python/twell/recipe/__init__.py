@@ -23,9 +23,9 @@ Under torch.compile: call ``record_aux`` and make the tracker before the first s
 """
 
 from twell.recipe._aux import clear_aux, l1_warmup, layers, record_aux
-from twell.recipe._l1 import l1_term
 from twell.recipe._reinitialize import reinitialize_dead, trained_layers
 from twell.recipe._target import TargetSparsity, TargetThreshold
+from twell.recipe._terms import l1_term
 from twell.recipe._tracker import LayerStats, SparsityStats, SparsityTracker
 
 __all__ = [

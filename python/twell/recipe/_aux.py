@@ -11,12 +11,10 @@ from twell.base.arguments import require_flag, require_integer
 from twell.call.execution import Aux
 from twell.nn.compaction import MLP, gate_of
 from twell.nn.layers import SparseGatedMLP, SparseMLP
+from twell.nn.record import unwrapped
 from twell.runtime import modes
 
 T = TypeVar("T")
-
-# parts that wrappers add to the names of modules
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 # Most unread calls of one layer: beyond that, reading was forgotten.
 _MOST_UNREAD = 1024
@@ -42,9 +40,7 @@ class Recorder:
     calls: the figures with their graphs, for the loss. figures: detached, for the tracker. inputs: of calls in compiled
     graphs, which the tracker counts afterwards; it counts other calls at once, by ``observe``. kept: inputs with
     their graphs, for terms that compute more. called: whether there was a call for the tracker, if only one without
-    tokens. skippable: whether a pass may have skipped all layers.
-
-    Copies are empty and record nothing.
+    tokens. skippable: whether a pass may have skipped all layers. Copies are empty and record nothing.
     """
 
     def __init__(self) -> None:
@@ -59,8 +55,13 @@ class Recorder:
     def __getstate__(self) -> dict[str, Any]:
         return Recorder().__dict__
 
+    def forget(self) -> None:
+        """Leave nothing for the tracker."""
+        self.observe = None
+        self.inputs.clear()
+        self.figures.clear()
+
     def before(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook: record or count the layer's input."""
         if not ((self.observing or self.keeping) and layer.training):
             return
         x = args[0] if args else kwargs.get("x")
@@ -68,17 +69,16 @@ class Recorder:
             # the layer itself refuses it
             return
         compiling = modes.compiling()
-        if self.keeping and (compiling or not modes.in_backward()):
-            self.kept.append(Kept(_cast(x), torch.is_grad_enabled()))
-        if not self.observing:
+        if not compiling and modes.in_backward():
             return
-        if compiling:
+        if self.keeping:
+            self.kept.append(Kept(_cast(x), torch.is_grad_enabled()))
+        if self.observing and compiling:
             self.inputs.append(_cast(x.detach()))
-        elif self.observe is not None and not modes.in_backward():
+        elif self.observing and self.observe is not None:
             self.observe(x.detach())
 
     def after(self, layer: Any, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: record the figures of the call."""
         aux = layer.aux
         if aux is None or not layer.training:
             return
@@ -95,8 +95,7 @@ class Recorder:
                     "l1_term after each forward pass (a SparsityTracker: use watch; with inputs: give the "
                     "attention_mask, or use a target of the gate), or record_aux(model, False)"
                 )
-        y = output[0] if isinstance(output, tuple) else output
-        idle = y.numel() == 0
+        idle = (output[0] if isinstance(output, tuple) else output).numel() == 0
         if self.term:
             self.calls.append(Call(aux, idle))
         if self.tracked:
@@ -107,15 +106,7 @@ class Recorder:
 
 def _cast(x: Tensor) -> Tensor:
     """x in the dtype in which the layer computes: it is used after autocast has ended."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
-
-
-def whole(t: Tensor) -> Tensor:
-    """The full tensor of a DTensor, differentiably; other tensors as they are."""
-    full: Tensor = t.full_tensor() if hasattr(t, "full_tensor") else t
-    return full
+    return x.to(modes.product_dtype(x.dtype, x.device.type))
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
@@ -134,20 +125,14 @@ def layers(model: nn.Module) -> dict[str, MLP]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    within: Any = model
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        within = model.module
-    # as a graph can be traced: without a context and without patterns
-    found = {
-        ".".join(part for part in name.split(".") if part not in _WRAPPERS): layer
-        for name, layer in within.named_modules()
-        if isinstance(layer, (SparseGatedMLP, SparseMLP))
-    }
+    wrappers = nn.parallel.DistributedDataParallel, nn.DataParallel
+    within: Any = model.module if isinstance(model, wrappers) else model
+    # without a context, so that a graph can be traced
+    kinds, modules = (SparseGatedMLP, SparseMLP), within.named_modules()
+    found = {unwrapped(name): layer for name, layer in modules if isinstance(layer, kinds)}
     if not found:
-        raise ValueError(
-            f"model must have layers of twell.nn, got none in {type(model).__name__}; twell.sparsify_ replaces a "
-            "model's feed-forward layers with them"
-        )
+        got = f"none in {type(model).__name__}; twell.sparsify_ replaces a model's feed-forward layers with them"
+        raise ValueError(f"model must have layers of twell.nn, got {got}")
     return found
 
 
@@ -177,15 +162,14 @@ def release(layer: MLP) -> None:
 def record_aux(model: nn.Module, enabled: bool = True, *, inputs: bool = False) -> None:
     """Make every twell layer of ``model`` record L1 and L0 of its calls in training mode for ``l1_term``, or stop.
 
-    With ``inputs`` it also keeps the inputs of these calls, for targets of the gate and for masks. Under
-    both tensor parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks
-    that change a layer's input before this call.
+    With ``inputs`` it also keeps the inputs of these calls, for targets of the gate and for masks. Under both tensor
+    parallelism and ``torch.compile`` the loss must then have a term that reads them. Register pre-hooks that change a
+    layer's input before this call.
 
-    Costs two reductions that the kernels do anyway, and no synchronisation. Call it before ``torch.compile`` or at
-    least before the first step of a compiled model. Recomputation by activation checkpointing is not recorded, except
-    for layers that are compiled one by one inside a checkpoint while their term is no part of the loss: call
-    ``clear_aux(model)`` after backward then. Copies of the model record nothing before their own ``record_aux``. Raises
-    ValueError if there is no twell layer.
+    It waits for nothing. Call it before ``torch.compile`` or at least before the first step of a compiled model.
+    Recomputation by activation checkpointing is not recorded, except for layers that are compiled one by one inside a
+    checkpoint while their term is no part of the loss: call ``clear_aux(model)`` after backward then. Copies of the
+    model record nothing before their own ``record_aux``. Raises ValueError if there is no twell layer.
     """
     for layer in layers(model).values():
         if enabled:

@@ -29,10 +29,7 @@ def reinitialize_dead(
     """``W <- (1 - fraction) W + fraction N(0, std^2)`` on the gate rows of dead neurons, in place, and on no others.
 
     Row n of the gate's weight [N, K] (of the up projection if there is no gate) decides whether neuron n fires; it is a
-    column in the paper's notation (arXiv 2603.23198, fraction 0.1, std 0.02). Call it after each optimizer step, as
-    long as neurons are dead::
-
-        recipe.reinitialize_dead(model, tracker.dead(), step=step)
+    column in the paper's notation (arXiv 2603.23198, fraction 0.1, std 0.02). Call it after each optimizer step.
 
     Args:
         module: a layer, or a model with layers.
@@ -41,16 +38,14 @@ def reinitialize_dead(
         step: the noise is a function of ``seed``, this step and the layer's index: the same on all ranks, and after a
             resume.
 
-    It does not wait for the device, so the cost is the same whether or not a neuron is dead: for each layer named a
-    draw of [N, K] numbers and two passes over the weight. A DTensor (FSDP2, tensor parallel) gets the values of the
-    whole weight: each rank draws the noise of all N neurons and uses its part. Flat parameters (FSDP1, ZeRO-3) are
-    refused; FSDP1 has ``summon_full_params``.
+    It does not wait for the device, and costs for each layer named a draw of [N, K] numbers and two passes over the
+    weight, whether or not a neuron is dead. A DTensor (FSDP2, tensor parallel) gets the values of the whole weight:
+    each rank draws all the noise. Flat parameters (FSDP1, ZeRO-3) are refused; FSDP1 has ``summon_full_params``.
 
-    The optimizer's state stays as it is. A dead neuron has no gradient, so its moments have decayed to nothing; weight
-    decay applies as ever. An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to
-    those copies then. A weight that is frozen, as below an adapter, computed from others, as by weight_norm or pruning,
-    or that layers share raises ValueError: ``trained_layers`` has the layers without. Biases stay, so a neuron that its
-    bias alone keeps silent may stay dead.
+    The optimizer's state stays as it is: the moments of a dead neuron, which has no gradient, have decayed to nothing.
+    An optimizer with its own fp32 copies of 16-bit weights overwrites the result; apply it to those copies then. A
+    weight that is frozen, as below an adapter, computed from others, as by weight_norm or pruning, or that layers share
+    raises ValueError: ``trained_layers`` has the layers without. Biases stay, and may keep a neuron silent.
     """
     require_number("fraction", fraction, 0, 1)
     require_number("std", std, 0)
@@ -74,7 +69,10 @@ def reinitialize_dead(
         if obstacle := _obstacle(layer, found.values()):
             raise ValueError(f"the gate of {where} must {obstacle}: leave the layer out of dead")
         projection, first = _gate_rows(layer)
-        weight = _whole(name, projection.weight, 2 * neurons if isinstance(layer, FusedGatedMLP) else neurons)
+        weight, rows = projection.weight, 2 * neurons if isinstance(layer, FusedGatedMLP) else neurons
+        if weight.dim() != 2 or weight.shape[0] != rows:
+            hint = "weights of FSDP1 are whole within summon_full_params, those of fully_shard (FSDP2) need nothing"
+            raise ValueError(f"the gate of {where} must have {rows} rows, got {list(weight.shape)}: {hint}")
         require(f"dead of {where}", mask, Tensor, "a bool tensor")
         if mask.dtype != torch.bool or mask.shape != (neurons,):
             raise ValueError(f"dead of {where} must be bool [{neurons}], got {mask.dtype} {list(mask.shape)}")
@@ -89,17 +87,16 @@ def reinitialize_dead(
 def trained_layers(module: nn.Module) -> set[str]:
     """The names of the layers whose dead neurons ``reinitialize_dead`` can draw again: their gate's weight is trained.
 
-    It leaves out layers whose gate is frozen, as below an adapter, computed from others, as by weight_norm, or that of
-    another layer, too.
+    It leaves out those whose gate is frozen, as below an adapter, computed, as by weight_norm, or another layer's, too.
     """
     found = layers(module)
     return {name for name, layer in found.items() if not _obstacle(layer, found.values())}
 
 
-def _gate_rows(layer: Any) -> tuple[nn.Module, int]:
+def _gate_rows(layer: Any) -> tuple[Any, int]:
     """The projection whose weight has the gate's rows, and the first of them: one of gate and up has both."""
     if isinstance(layer, FusedGatedMLP):
-        return layer._modules[layer._names[0]], layer.intermediate if layer._up_first else 0  # type: ignore[return-value]
+        return layer._modules[layer._names[0]], layer.intermediate if layer._up_first else 0
     return compaction.gate_of(layer), 0
 
 
@@ -118,12 +115,10 @@ def _obstacle(layer: Any, every: Iterable[Any]) -> str:
     return "have a weight of its own, got one that another layer has, too" if shared else ""
 
 
-def _reinitialize(
-    weight: Any, first: int, mask: Tensor, fraction: float, std: float, generator: torch.Generator
-) -> None:
+def _reinitialize(weight: Any, first: int, mask: Tensor, fraction: float, std: float, source: torch.Generator) -> None:
     wide = torch.promote_types(weight.dtype, torch.float32)
     neurons, columns = len(mask), weight.shape[1]
-    noise = torch.randn((neurons, columns), generator=generator, device=weight.device, dtype=wide)
+    noise = torch.randn((neurons, columns), generator=source, device=weight.device, dtype=wide)
     # the up projection's rows stay
     around = (0, 0, first, weight.shape[0] - neurons - first)
     noise, rows = F.pad(noise, around), F.pad(mask[:, None].expand(neurons, columns), around)
@@ -133,19 +128,9 @@ def _reinitialize(
     weight.copy_(torch.where(rows, drawn.to(weight.dtype), weight))
 
 
-def _part(whole: Tensor, like: Any) -> Tensor:
+def _part(whole: Tensor, like: Any) -> Any:
     """This rank's part of ``whole``, a tensor that all ranks have, by the placement of the DTensor ``like``."""
     from torch.distributed.tensor import DTensor, Replicate
 
     replicas = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    local: Tensor = replicas.redistribute(placements=like.placements).to_local()
-    return local
-
-
-def _whole(name: str, weight: Any, rows: int) -> Tensor:
-    if weight.dim() != 2 or weight.shape[0] != rows:
-        raise ValueError(
-            f"the gate of {name or 'the layer'} must have {rows} rows, got {list(weight.shape)}: weights "
-            "of FSDP1 are whole within summon_full_params, those of fully_shard (FSDP2) need nothing"
-        )
-    return weight  # type: ignore[no-any-return]
+    return replicas.redistribute(placements=like.placements).to_local()

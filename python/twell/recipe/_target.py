@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from twell.base.arguments import require_choice, require_integer, require_positive
-from twell.nn.compaction import MLP
-from twell.recipe import _inputs
-from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, whole, with_tokens
-from twell.recipe._l1 import read_aux, require_mask
+from twell.nn.compaction import MLP, whole
+from twell.recipe import _terms
+from twell.recipe._aux import layers, mean_over_layers, mean_over_ranks, with_tokens
 from twell.runtime import modes
 from twell.runtime.log import logger
 
@@ -20,26 +19,22 @@ from twell.runtime.log import logger
 # proportion to it, which damps. Tried with models of 0.1 M parameters and 60 to 1,200 steps: runs to 7 to 25 % of the
 # neurons ended within a seventh of the target, those to 4 % up to a third below it.
 #
-# How far the slow part can move on the way to the target: e^12 is 160,000.
-_TRAVEL = 12.0
-# It moves at its full rate from an error of 1 / _SHARPNESS on.
-_SHARPNESS = 3.0
+# How far the slow part can move on the way to the target: e^12 is 160,000. It falls to _LEAST of the first coefficient
+# at the least, from where it comes back soon, and moves at its full rate from an error of 1 / _SHARPNESS on.
+_TRAVEL, _LEAST, _SHARPNESS = 12.0, 1e-3, 3.0
+# The fast part per unit of error, and the largest error that it follows.
+_DAMPING, _MOST_ERROR = 3.0, 1.0
 # The L1 term of the first step and the largest one, in nats, and in how many stages the goal falls over which share of
 # the steps.
 _BEGIN_TERM, _MOST_TERM = 0.01, 3.0
 _STAGES, _REACH = 4, 0.6
-# The fast part per unit of error, and the largest error that it follows.
-_DAMPING = 3.0
-_MOST_ERROR = 1.0
-# The slow part falls to this share of the first coefficient at the least, from where it comes back soon.
-_LEAST = 1e-3
 
 # Tokens per call whose gates are computed for their L1.
 _GATES = 2048
 
-# The entries of the state: logarithms of the coefficient without damping, of its first value, of the first and the
-# last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the coefficient; 1 once the term
-# has been held at its most. Before there is a usable reading, the logarithms are NaN.
+# The entries of the state: logarithms, NaN before a usable reading, of the coefficient without damping, of its first
+# value, of the first and the last number of non-zeros that L1 is steered by, and of the last mean of ``Aux.l0``; the
+# coefficient; 1 once the term has been held at its most.
 _, _BEGIN, _FIRST, _LAST, _FIRED, _NOW, _HELD = range(7)
 
 # With a threshold, L1 is steered to this many times the target, and the goals of both fall over these shares of the
@@ -53,32 +48,20 @@ _START, _RATE, _FASTEST = 0.1, 0.15, 0.5
 class TargetSparsity:
     """An L1 term whose coefficient rises in stages until layers have a mean of ``nnz`` non-zeros per token, and holds.
 
-    ::
-
-        recipe.record_aux(model)
-        target = recipe.TargetSparsity(nnz=30, steps=2000)
-        for ids, labels in batches:
-            loss = cross_entropy(model(ids), labels) + target.term(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            target.update()
+    After ``record_aux(model)``, ``target.term(model)`` goes into each loss in the place of ``l1_term``, and
+    ``target.update()`` follows each step of the optimizer.
 
     Coefficients do not transfer between models, lengths of training and activations; a number of non-zeros does. The
     goal falls from the first non-zeros measured to ``nnz`` in four stages, by equal factors, over three fifths of the
-    steps. Each stage moves the goal along a sine in its first half and holds it in its second, in which the model
-    recovers. After every step the logarithm of the coefficient moves by the measured error, log(non-zeros / goal);
-    towards the end of the run it moves less and less, as the learning rate does. The first term is of 0.01 nats. At 3
-    nats the coefficient stops rising: a term far above the rest of the loss presses no harder, since optimizers scale
-    their steps. Where that happens the learning rate is too small for the target, or the steps are too few; ``read``
-    warns once.
+    steps: along a sine in the first half of a stage, and held in its second. After every step the logarithm of the
+    coefficient moves by the measured error, log(non-zeros / goal), less and less towards the end of the run, as the
+    learning rate does. The first term is of 0.01 nats. At 3 nats the coefficient stops rising, as optimizers scale
+    their steps: then the learning rate is too small for the target, or the steps are too few; ``read`` warns once.
 
-    Everything is computed on the device of the model: no step waits. All ranks, if torch.distributed is initialised,
-    must call ``term`` and ``update``
-    equally often, whichever layers a rank skips and whichever experts it has tokens for; they share figures and
-    coefficients. Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no
-    more, are ignored: a step of nothing else leaves the coefficient and the figures as they are. Padding counts as
-    tokens unless ``term`` gets the ``attention_mask``.
+    No step waits for the device. If torch.distributed is initialised, all ranks share figures and coefficients and must
+    call ``term`` and ``update`` equally often, whichever layers a rank skips and whichever experts it has tokens for.
+    Calls whose figures are not finite, or whose L1 is 0 as without tokens or in a model that fires no more, are
+    ignored: a step of nothing else leaves all as it is. Padding counts unless ``term`` gets the ``attention_mask``.
 
     Args:
         nnz: the target, a mean over layers; ``term`` raises ValueError unless it is below their mean number of neurons.
@@ -107,28 +90,30 @@ class TargetSparsity:
         """
         if self._state is None:
             _require_below_neurons(self.nnz, model)
-            if self.of == "hidden":
-                _require_own_l1(model)
+            for name, layer in layers(model).items():
+                if self.of == "hidden" and layer.activation in ("relu2", "drelu"):
+                    got = f'"hidden" and {name or "the layer"}; it needs record_aux(model, inputs=True)'
+                    raise ValueError(f'of must be "gate" for layers with {layer.activation!r}, got {got}')
         return self.weighed(model, several, attention_mask, "TargetSparsity.term")
 
     def weighed(self, model: nn.Module, several: bool, mask: Tensor | None, caller: str) -> Tensor:
         """``term`` for any target; errors name ``caller``."""
-        require_mask(mask)
+        _terms.require_mask(mask)
         of_gate = self.of == "gate"
-        calls = [call for _, call in read_aux(model, several, caller, None if of_gate else mask)]
+        calls = [call for _, call in _terms.read_aux(model, several, caller, None if of_gate else mask)]
         # experts without tokens fire nothing, and say nothing of the others
         fired = [whole(call.aux.l0) for call in with_tokens(calls, [call.idle for call in calls])]
         if not of_gate:
             counts = fired
             l1 = mean_over_layers(model, [whole(call.aux.l1) for call in calls])
         else:
-            inputs = _inputs.read_inputs(model, mask)
-            gates = [_inputs.gates(each, _GATES) for each in inputs]
+            inputs = _terms.read_inputs(model, mask)
+            gates = [_terms.gates(each, _GATES) for each in inputs]
             idle = [each.numel() == 0 for each in gates]
             counted = with_tokens(gates, idle)
             if mask is not None:
                 # the layers' own counts have padding in them
-                fired = [_l1(_inputs.fires(*each).float()) for each in zip(with_tokens(inputs, idle), counted)]
+                fired = [_l1(_terms.fires(*each).float()) for each in zip(with_tokens(inputs, idle), counted)]
             counts = [_l1((each.detach() > 0).float()) for each in counted]
             l1 = mean_over_layers(model, list(map(_l1, gates)))
         with torch.no_grad():
@@ -141,13 +126,12 @@ class TargetSparsity:
         # a copy: ``update`` writes the state before a late backward pass may read it
         return l1 * state[_NOW].to(l1.dtype, copy=True)
 
-    def update(self) -> None:
-        """Steer by the terms since the last update: call it once per step of the optimizer."""
-        self.move()
-
     @torch.no_grad()
-    def move(self) -> Tensor:
-        """``update``; return whether any term was usable, a 0-d tensor."""
+    def update(self) -> Tensor:
+        """Steer by the terms since the last update: call it once per step of the optimizer.
+
+        Returns whether any of them was usable, a 0-d tensor.
+        """
         if self._state is None or self._sum is None:
             raise RuntimeError("TargetSparsity: update needs a term since the last update, got none")
         slow, begin, first, _, _, _, held = self._state.unbind()
@@ -161,7 +145,10 @@ class TargetSparsity:
         top = first.clamp(min=math.log(self.nnz))
         goal = top + self.progress(self.step) * (math.log(self.nnz) - top)
         error = (last - goal).clamp(-_MOST_ERROR, _MOST_ERROR)
-        moved = slow + self._rate() * (error * _SHARPNESS).clamp(-1, 1)
+        way = max(1.0, self.reach * self.steps)
+        # behind the way it falls to 0
+        left = min(1.0, max(0.0, (self.steps - self.step) / max(1.0, self.steps - way)))
+        moved = slow + _TRAVEL / way * left * (error * _SHARPNESS).clamp(-1, 1)
         moved = torch.maximum(moved, begin + math.log(_LEAST))
         # where the term is at its most, the slow part does not sum what has no effect
         most = math.log(_MOST_TERM) - l1
@@ -211,12 +198,6 @@ class TargetSparsity:
         _require_state(state, self.state_dict())
         self.step, self._state, self._sum = int(state["step"]), _tensor(state["state"]), None
 
-    def _rate(self) -> float:
-        """How far the logarithm of the coefficient moves per step and unit of error; after the way it falls to 0."""
-        way = max(1.0, self.reach * self.steps)
-        left = (self.steps - self.step) / max(1.0, self.steps - way)
-        return _TRAVEL / way * min(1.0, max(0.0, left))
-
     def _on(self, l1: Tensor) -> Tensor:
         """The state on the device of ``l1``, made of it if this is the first step."""
         if self._state is None:
@@ -230,25 +211,15 @@ class TargetSparsity:
         return self._state
 
 
-def _l1(gates: Tensor) -> Tensor:
+def _l1(gates: Tensor) -> Any:
     """The mean over tokens of the L1 norm of gates [T, N]."""
-    total: Tensor = gates.sum(-1).sum() / max(1, len(gates))
-    return total
+    return gates.sum(-1).sum() / max(1, len(gates))
 
 
 def _require_below_neurons(nnz: float, model: nn.Module) -> None:
     neurons = statistics.fmean(layer.intermediate for layer in layers(model).values())
     if nnz >= neurons:
         raise ValueError(f"nnz must be below {neurons:g}, the neurons of a layer (their mean over layers), got {nnz:g}")
-
-
-def _require_own_l1(model: nn.Module) -> None:
-    for name, layer in layers(model).items():
-        if layer.activation in ("relu2", "drelu"):
-            raise ValueError(
-                f'of must be "gate" for layers with {layer.activation!r}, got "hidden" and {name or "the layer"}; it '
-                "needs record_aux(model, inputs=True)"
-            )
 
 
 def _require_state(state: Any, own: dict[str, Any]) -> None:
@@ -270,33 +241,18 @@ def _tensor(numbers: list[float] | None) -> Tensor | None:
 class TargetThreshold:
     """FATReLU with one threshold for all layers, which training moves until ``nnz`` neurons fire per token.
 
-    ::
-
-        recipe.record_aux(model, inputs=True)
-        target = recipe.TargetThreshold(model, nnz=30, steps=2000)
-        for ids, labels in batches:
-            loss = cross_entropy(model(ids), labels) + target.term(model)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            target.update()
-        target.settle()
-
-    L1 of the gate, a ``TargetSparsity``, leaves twice the target's gates above 0, and the threshold silences the
-    smaller half of them. After each step the logarithm of the threshold moves by the measured error,
-    log(non-zeros / goal), where the goal falls from the first non-zeros measured to ``nnz`` by equal factors over the
-    first half of the steps. The model learns with the threshold, so that it loses less than by a threshold chosen
-    at the end.
+    Used as ``TargetSparsity``, after ``record_aux(model, inputs=True)`` and with ``settle()`` at the end. L1 of the
+    gate, a ``TargetSparsity``, leaves twice the target's gates above 0, and the threshold silences the smaller half of
+    them. After each step the logarithm of the threshold moves by the measured error, log(non-zeros / goal), where the
+    goal falls from the first non-zeros measured to ``nnz`` by equal factors over the first half of the steps.
 
     The layers must have "relu" or "fatrelu", and get "fatrelu" and a threshold that is a tensor: no step waits for the
     device, no graph is traced again, and the layers run dense. ``settle`` makes a number of it, with which they may
     run sparse. The threshold begins as that of the layers, which must have one in common, and with "relu" at 0. All
     ranks must call ``term`` and ``update`` equally often. Calls that ``TargetSparsity`` ignores move nothing.
 
-    A copy of the model, as an average of its weights has, keeps a threshold of its own, which does not move.
-
-    ``save_pretrained`` of a ``PreTrainedModel`` writes "fatrelu" and the threshold of that step, here and after
-    ``settle``.
+    A copy of the model keeps a threshold of its own, which does not move. ``save_pretrained`` of a ``PreTrainedModel``
+    writes "fatrelu" and the threshold of that step, here and after ``settle``.
 
     Args:
         model: on its device, not compiled yet.
@@ -336,7 +292,7 @@ class TargetThreshold:
     @torch.no_grad()
     def update(self) -> None:
         """Steer by the terms since the last update: call it once per step of the optimizer."""
-        usable = self.gates.move()
+        usable = self.gates.update()
         gates, step = self.gates._state, self.gates.step
         assert gates is not None
         # the mean of the gates above 0: their L1 by their number
@@ -371,8 +327,7 @@ class TargetThreshold:
     def settle(self) -> float:
         """Give the layers the threshold as a number, which they keep, and return it. Waits for the device.
 
-        Neither ``save_pretrained`` of an adapter nor a ``state_dict`` has it: keep it with such files. RuntimeError as
-        ``term``.
+        ``save_pretrained`` of an adapter and a ``state_dict`` lack it: keep it with those. RuntimeError as ``term``.
         """
         self._require_own("settle", layers(self._model).values())
         threshold = self.read()["threshold"]
@@ -407,12 +362,9 @@ class TargetThreshold:
 
     def _write(self) -> None:
         """Give the layers the threshold of the state."""
+        log = torch.full((), math.nan, device="cpu") if self._state is None else self._state[0]
         for level in self._levels.values():
-            if self._state is None:
-                level.fill_(self._begin)
-            else:
-                log = self._state[0]
-                level.copy_(torch.where(log.isnan(), self._begin, log.exp()), non_blocking=True)
+            level.copy_(torch.where(log.isnan(), self._begin, log.exp()), non_blocking=True)
 
 
 def _threshold_of(found: dict[str, MLP]) -> float:
@@ -421,14 +373,10 @@ def _threshold_of(found: dict[str, MLP]) -> float:
         if layer.activation not in ("relu", "fatrelu"):
             raise ValueError(f'{name or "the model"} must have "relu" or "fatrelu", got {layer.activation!r}')
         if isinstance(layer.threshold, Tensor):
-            raise ValueError(
-                "the threshold of the layers must be a number, got a tensor, as of a TargetThreshold that moves it: "
-                "settle() ends that one"
-            )
+            got = "a tensor, as of a TargetThreshold that moves it: settle() ends that one"
+            raise ValueError(f"the threshold of the layers must be a number, got {got}")
     values = [float(layer.threshold) for layer in found.values()]
     if min(values) != max(values):
-        raise ValueError(
-            f"the layers must have one threshold in common, where it begins, got {min(values):g} to {max(values):g}; "
-            "set them to one number before"
-        )
+        got = f"{min(values):g} to {max(values):g}; set them to one number before"
+        raise ValueError(f"the layers must have one threshold in common, where it begins, got {got}")
     return values[0]

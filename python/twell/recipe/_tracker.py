@@ -21,9 +21,7 @@ class LayerStats(NamedTuple):
     """Figures of one layer, over all ranks; None if unknown.
 
     layer: its qualified name. neurons: N. l0, l1: means over all calls since the last read, per token, as ``Aux``.
-
     tokens, dead: how many were observed in the last observed step, and the neurons that fired for none of these.
-
     strategy: of most training calls so far; ``twell.explain`` gives the reasons.
     """
 
@@ -53,22 +51,11 @@ class SparsityStats:
 class SparsityTracker:
     """Tracks L0, L1 and dead neurons per layer, on all ranks.
 
-    ::
-
-        tracker = recipe.SparsityTracker(model, every=100)
-        for step, ids in enumerate(batches):
-            with tracker.watch(step):
-                logits = model(ids)
-            ...  # loss, backward, optimizer
-            if step % 10 == 0:
-                stats = tracker.read()
-
-    L0 and L1 come from each forward pass in ``watch`` and cost nothing: the kernels count anyway. Dead neurons come
-    from observed steps: the first step watched, also of a run that goes on from a checkpoint, and the multiples of
-    ``every``. An observed step costs one more product with each layer's gate weight, as ``twell.count_firing`` does. A
-    projection that is more than its weight, as an adapter is, is called for that, and its dropout draws another mask.
-    Figures are those of the last observed step that has ended; "dead" means silent in all of its tokens. Padding
-    counts.
+    The example of ``twell.recipe`` has one. L0 and L1 come from each forward pass in ``watch`` and cost nothing: the
+    kernels count anyway. Dead neurons, silent in all tokens, come from the last observed step that has ended: the first
+    step watched, also of a run that goes on from a checkpoint, and the multiples of ``every`` are observed, which costs
+    one more product with each layer's gate weight, as in ``twell.count_firing``. A projection that is more than its
+    weight, as an adapter is, is called for that, and its dropout draws another mask. Padding counts.
 
     Only ``read`` waits for the device. Only calls in training mode count, without the recomputation of activation
     checkpointing. Make the tracker after pre-hooks that change the inputs of layers, on original modules, before
@@ -110,11 +97,7 @@ class SparsityTracker:
         for name, layer in self._layers.items():
             recorder = self._recorders[name]
             recorder.tracked = recorder.observing = False
-            recorder.observe = None
-            recorder.figures.clear()
-            recorder.inputs.clear()
-            if not recorder.term:
-                layer.record_aux, layer.aux = False, None
+            recorder.forget()
             _aux.release(layer)
 
     @contextmanager
@@ -136,9 +119,8 @@ class SparsityTracker:
             self._step = step
             self._observing = self.every > 0 and (self._fresh or step % self.every == 0)
         for name, recorder in self._recorders.items():
-            recorder.inputs.clear()
-            # left by compiled layers in a checkpoint that backward ran again
-            recorder.figures.clear()
+            # what compiled layers left in a checkpoint that backward ran again
+            recorder.forget()
             recorder.called = False
             recorder.observing = self._observing
             if self._observing:
@@ -149,37 +131,32 @@ class SparsityTracker:
         if not self._watched:
             self._open.clear()
         for recorder in self._recorders.values():
-            recorder.observe = None
-            recorder.inputs.clear()
-            recorder.figures.clear()
+            recorder.forget()
 
     def end(self) -> None:
         """End ``begin`` and count its calls."""
         for recorder in self._recorders.values():
-            observe, recorder.observe = recorder.observe, None
             for x in recorder.inputs:
-                assert observe is not None
-                observe(x)
-            recorder.inputs.clear()
+                assert recorder.observe is not None
+                recorder.observe(x)
+        with torch.inference_mode(False):
+            added = torch.stack([self._added(recorder.figures) for recorder in self._recorders.values()])
         # a pass may skip all layers, and a rank may have no token for them
         self._called |= any(recorder.called for recorder in self._recorders.values())
         self._watched = True
-        if not self._called or not any(layer.training for layer in self._layers.values()):
-            raise RuntimeError(
-                "SparsityTracker: no layer was called in training mode in watch, or a model that was compiled before "
-                "skipped the tracker's hooks (torch.compiler.reset() helps)"
-            )
-        with torch.inference_mode(False):
-            added = torch.stack([self._added(recorder.figures) for recorder in self._recorders.values()])
-            self._sums = added if self._sums is None else self._sums + added
         for recorder in self._recorders.values():
-            recorder.figures.clear()
+            recorder.forget()
+        if not self._called or not any(layer.training for layer in self._layers.values()):
+            other = "a model that was compiled before skipped the tracker's hooks (torch.compiler.reset() helps)"
+            raise RuntimeError(f"SparsityTracker: no layer was called in training mode in watch, or {other}")
+        with torch.inference_mode(False):
+            self._sums = added if self._sums is None else self._sums + added
 
     def _added(self, figures: list[Aux]) -> Tensor:
         """The sums of the figures of a layer, and how many there are, float64 [3]."""
         total = torch.zeros(3, dtype=torch.float64, device=self._device())
         for aux in figures:
-            values = (_aux.whole(value).to(total.device, total.dtype, non_blocking=True) for value in aux)
+            values = (compaction.whole(value).to(total.device, total.dtype, non_blocking=True) for value in aux)
             total += torch.stack([*values, torch.ones_like(total[0])])
         return total
 
@@ -193,9 +170,8 @@ class SparsityTracker:
         self._sums, values, counts = None, self._all_reduce(sums).tolist(), self._counts("cpu")
         rows = []
         for (name, neurons), (l1, l0, calls) in zip(self._neurons.items(), values):
-            of = None if counts is None else counts[name]
-            tokens = 0 if of is None else int(of[-1])
-            dead = None if of is None or not tokens else int((of[:-1] == 0).sum())
+            tokens = int(counts[name][-1])
+            dead = int((counts[name][:-1] == 0).sum()) if tokens else None
             means = (l0 / calls, l1 / calls) if calls else (None, None)
             rows.append(LayerStats(name, neurons, means[0], means[1], tokens, dead, strategy_of(self._layers[name])))
         return SparsityStats(tuple(rows))
@@ -210,10 +186,9 @@ class SparsityTracker:
         counts = self._counts()
         if self._dead is None:
             self._dead = {}
-            for name, neurons in self._neurons.items():
+            for name, of in counts.items():
                 device = compaction.gate_of(self._layers[name]).weight.device
-                # nothing is dead before the first observed step
-                of = torch.ones(neurons + 1, device=device) if counts is None else counts[name]
+                # without tokens nothing is dead
                 self._dead[name] = ((of[:-1] == 0) & (of[-1] > 0)).to(device, non_blocking=True)
         return dict(self._dead)
 
@@ -221,12 +196,9 @@ class SparsityTracker:
         return next(iter(self._layers.values())).down_proj.weight.device
 
     def _close_step(self) -> None:
-        """Close the open step."""
         # not only where a layer was called: all ranks must have observed the same steps
         if self._step is not None and self._observing and self._watched:
-            device = self._device()
-            none = {n: torch.zeros(n + 1, dtype=torch.int64, device=device) for n in self._neurons.values()}
-            flats = [self._open.get(name, none[n]).to(device) for name, n in self._neurons.items()]
+            flats = [self._open.get(name, none).to(none.device) for name, none in self._zeros().items()]
             self._closed, self._reduced, self._dead, self._fresh = torch.cat(flats), False, None, False
             self._open.clear()
         self._step, self._watched = None, False
@@ -236,25 +208,27 @@ class SparsityTracker:
             dist.all_reduce(packed)
         return packed
 
-    def _counts(self, device: str | None = None) -> dict[str, Tensor] | None:
+    def _zeros(self) -> dict[str, Tensor]:
+        device = self._device()
+        return {name: torch.zeros(n + 1, dtype=torch.int64, device=device) for name, n in self._neurons.items()}
+
+    def _counts(self, device: str | None = None) -> dict[str, Tensor]:
         """The counts of each layer [N + 1] in the last observed step, over all ranks; moved together to ``device``."""
         if self._closed is None:
-            return None
+            return self._zeros()
         if not self._reduced:
             self._closed, self._reduced = self._all_reduce(self._closed), True
         sizes = [neurons + 1 for neurons in self._neurons.values()]
         return dict(zip(self._neurons, torch.split(self._closed.to(device=device), sizes)))
 
     def _observe(self, name: str, x: Tensor) -> None:
-        """Count one call of a layer on x [..., K]."""
         layer, neurons = self._layers[name], self._neurons[name]
         if layer.intermediate != neurons:
-            raise ValueError(
-                f"a tracked layer must keep its {neurons} neurons, got {layer.intermediate}: make a new tracker"
-            )
+            got = f"{layer.intermediate}: make a new tracker"
+            raise ValueError(f"a tracked layer must keep its {neurons} neurons, got {got}")
         # the counts outlive an inference mode in which x may have been made
         with torch.inference_mode(False), torch.no_grad():
-            x = _aux.whole(x)
+            x = compaction.whole(x)
             if name not in self._open:
                 self._open[name] = torch.zeros(neurons + 1, dtype=torch.int64, device=x.device)
             compaction.count_call(layer, x, self._open[name])

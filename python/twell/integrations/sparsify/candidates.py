@@ -18,9 +18,9 @@ from twell.integrations.sparsify import equivalence
 from twell.integrations.sparsify.equivalence import MODES, NOTHING, Copies, Form, Put, difference, family_of
 from twell.integrations.sparsify.known import WITHOUT_METHODS, Known
 from twell.integrations.sparsify.quantised import Stored, kept_dtype, stored, with_plain
-from twell.nn.converted import GATED, PLAIN, below
+from twell.nn.converted import below
 from twell.nn.float8 import Float8MLP
-from twell.nn.layers import SparseFFN
+from twell.nn.layers import GATED, PLAIN, SparseFFN
 from twell.nn.pairs import SharedLinear
 from twell.ops.float8 import BLOCK
 from twell.runtime import geometry, specs

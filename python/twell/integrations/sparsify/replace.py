@@ -17,7 +17,7 @@ from twell.integrations.sparsify import candidates, quantised
 from twell.integrations.sparsify.candidates import LEAVE_OUT, Candidate, label
 from twell.integrations.sparsify.known import LIKELY, SEQUENCE, Known, has_children, known, sequence_of
 from twell.nn import converted
-from twell.nn.layers import SparseFFN, SparseGatedMLP, SparseMLP
+from twell.nn.layers import GATED, PLAIN, SparseFFN, SparseGatedMLP, SparseMLP
 from twell.nn.models import named_layers
 from twell.nn.pairs import SparseDown, pair_up, put_pair
 from twell.runtime import geometry
@@ -311,7 +311,7 @@ def _replacement(candidate: Candidate, options: dict[str, Any]) -> nn.Module:
         made = converted.FusedGatedMLP(names, linears, fused == "up first", **options)
     elif candidate.steps:
         made = converted.GivenGatedMLP(type(module), candidate.steps, k, n, device="meta", **options)
-    elif names in (converted.GATED, converted.PLAIN):
+    elif names in (GATED, PLAIN):
         made = (SparseGatedMLP if gated else SparseMLP)(k, n, device="meta", **options)
     else:
         made = (converted.NamedGatedMLP if gated else converted.NamedMLP)(names, linears, **options)
