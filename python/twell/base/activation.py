@@ -195,12 +195,7 @@ def activation_of(
 
 
 # significant bits, and the exponent of the smallest normal number as math.frexp gives it
-_FORMATS = {
-    torch.float64: (53, -1021),
-    torch.float32: (24, -125),
-    torch.bfloat16: (8, -125),
-    torch.float16: (11, -13),
-}
+_FORMATS = {torch.float64: (53, -1021), torch.float32: (24, -125), torch.bfloat16: (8, -125), torch.float16: (11, -13)}
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

@@ -10,7 +10,7 @@ import torch
 from twell.base.activation import Activation, threshold_pair
 from twell.choose import tuning
 from twell.ops.library import bias_view, down_rows
-from twell.ops.operands import Views, launched
+from twell.ops.operands import Layer, launched
 from twell.ops.pairs import all_rows
 from twell.runtime import specs
 from twell.runtime.program import Program, View
@@ -29,9 +29,9 @@ def parts(p: Program, spec: specs.DecodeSpec) -> tuple[View, int]:
     return p.scratch(torch.float32, clusters * spec.cluster * spec.columns * spec.tokens), clusters
 
 
-def launch(p: Program, layer: Views, y: View, activation: Activation) -> None:
+def launch(p: Program, layer: Layer, y: View, activation: Activation) -> None:
     """Launch what fills y [M, K]."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer.unscaled
     spec = spec_of(p, x, "plain" if w_up is None else "gated")
     # the kernel that quantises tokens lets the next start when its own wait is over; a copy made below is of a weight
     early = int(bool(p.launches))

@@ -39,7 +39,8 @@ from twell.choose.rates import SCREENED
 from twell.choose.site import AutoStrategy, found, site_of, without_site
 from twell.ops import calls, decode, dense, e4m3, screened, union
 from twell.ops.calls import Run
-from twell.ops.gate_pack import gate_on_cpu, pack
+from twell.ops.gate_pack import pack
+from twell.ops.hybrid_cpu import gate_on_cpu
 from twell.ops.library import (
     ABSENT,
     ACTIVATION,
@@ -52,7 +53,7 @@ from twell.ops.library import (
     new,
     register,
 )
-from twell.ops.operands import Form, Layer, Place, Views, has_thresholds, opened, present
+from twell.ops.operands import Form, Layer, Place, has_thresholds, opened, present
 from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
 from twell.ops.slices import Added, is_sliced, require_sliceable
@@ -134,7 +135,7 @@ def _laid(layer: Layer) -> Layer:
     return e4m3.laid(layer) if layer.scaled else laid(layer)
 
 
-def _program(form: Form, fast: bool) -> tuple[Program, Views, View | None, View]:
+def _program(form: Form, fast: bool) -> tuple[Program, Layer, View | None, View]:
     """A program, views of its layer and of the screen's bias, and y."""
     p, given = form.program()
     *operands, firing = given
@@ -142,7 +143,7 @@ def _program(form: Form, fast: bool) -> tuple[Program, Views, View | None, View]
     if layer.scaled:
         views = e4m3.views(p, layer, fast)
     else:
-        views = Views(None if layer.x is None else layer.x.matrix(), *layer.unscaled[1:])
+        views = Layer(None if layer.x is None else layer.x.matrix(), *layer.unscaled[1:])
     shape = (layer.gate.shape[0], views.w_down.shape[0]) if layer.x is None else layer.x.shape
     return p, views, firing, p.operand(tuning.stored(views.w_down.dtype), *shape).matrix()
 
@@ -175,20 +176,15 @@ def _chosen(layer: Layer, activation: Activation, route: Route, site: Tensor | N
     if tokens is None:
         # what has its shape
         tokens = layer.gate[:, :1].expand(len(layer.gate), layer.w_down.shape[1])
-    n, gated, training, copied, merged, one_pass = _asked_by(layer, activation, fast)
+    n, gated = layer.w_down.shape[0], layer.w_up is not None
+    copied = not layer.scaled and not are_rows(layer.w_down.shape, layer.w_down.stride())
+    one_pass = layer.gate is None and not activation.k and (fast or layer.plain)
     if site is None:
-        return without_site(tokens, n, gated, training, copied, one_pass, layer.scaled)
-    found = site_of(site, route.screen).begin(tokens, n, gated, training, copied, merged, one_pass, layer.scaled)
+        return without_site(tokens, n, gated, False, copied, one_pass, layer.scaled)
+    merged = layer.plain and dense.is_merged(layer)
+    found = site_of(site, route.screen).begin(tokens, n, gated, False, copied, merged, one_pass, layer.scaled)
     # a site that others share may know the screen
     return found if layer.plain else found._replace(screen=False)
-
-
-def _asked_by(layer: Layer, activation: Activation, fast: bool) -> tuple[int, bool, bool, bool, bool, bool]:
-    """What a site is asked by, after x: w_down is [N, K]."""
-    copied = not layer.scaled and not are_rows(layer.w_down.shape, layer.w_down.stride())
-    merged = layer.plain and dense.is_merged(layer)
-    one_pass = layer.gate is None and not activation.k and (fast or layer.plain)
-    return layer.w_down.shape[0], layer.w_up is not None, False, copied, merged, one_pass
 
 
 def on_cuda(
@@ -305,11 +301,8 @@ def _sparse_on_cpu(layer: Layer, compression: int, activation: Activation, route
     rounded = route.strategy != "row"
     if layer.scaled:
         return e4m3.on_cpu(layer, activation, rounded), None, None, None, None
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, given = layer.unscaled
-    if given is None:
-        gate = gate_on_cpu(x, w_gate, b_gate, activation)
-    else:
-        gate = activation.after(given, inplace=False)
+    x, _, w_up, w_down, _, b_up, b_down, _ = layer.unscaled
+    gate = gate_on_cpu(layer, activation)
     return *behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, rounded), None
 
 
@@ -342,15 +335,10 @@ def _pass(
 
 
 def _by_row(
-    p: Program,
-    layer: Views,
-    results: Sequence[View],
-    compression: int,
-    activation: Activation,
-    invariant: bool,
+    p: Program, layer: Layer, results: Sequence[View], compression: int, activation: Activation, invariant: bool
 ) -> None:
     """Strategy "row"."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer.unscaled
     y, l1, stats = results
     words, spill, _ = (p.scratch(*shape) for shape in packed_shapes(y.dtype, y.shape[0], w_down.shape[1], compression))
     counted, packed = counters(p, y if x is None else x, w_up is not None, invariant), (words, spill, stats)

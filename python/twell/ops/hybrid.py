@@ -31,7 +31,7 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, threshold_pair
 from twell.choose import tuning
-from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_operands, down_rows
+from twell.ops.library import bias_view, check, check_operands, down_rows
 from twell.ops.operands import Gradients, bias_alone
 from twell.runtime import geometry, specs
 from twell.runtime.program import Program, View
@@ -194,16 +194,8 @@ def check_backward(given: Backward) -> None:
         check_kept_of_slice(tokens, n, layer.w_up is not None, kept)
 
 
-def check_first(first: int, columns: int) -> None:
-    """Raise ValueError unless gradients of weights may be wanted from column ``first`` on."""
-    if first % STRIDE_MULTIPLE or not 0 <= first < max(columns, 1):
-        raise ValueError(f"first must be a multiple of {STRIDE_MULTIPLE} below {columns} columns, got {first}")
-
-
 def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
     """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
-    if len(kept.shape) != 1:
-        raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
     for first, last, own, _ in split(kept, x, n, gated):
         check_kept_of_slice(x, last - first, gated, own)
 
@@ -245,9 +237,6 @@ def values(entries: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
     return entries[capacity : capacity + capacity * dtype.itemsize // 4].view(dtype)
 
 
-# On the GPU
-
-
 def overflow(
     p: Program,
     given: Backward,
@@ -268,7 +257,7 @@ def overflow(
     zero when the kernel begins.
     """
     dy, dl1, layer, kept, activation = given
-    x, w_gate, w_up, _, *biases, gate = layer
+    x, w_gate, w_up, _, *biases, gate = layer.unscaled
     (n, k), dtype, gated = w_down.shape, w_down.dtype, int(w_up is not None)
     # any matrix of their shape stands for operands that there are not
     tokens = next(t for t in (x, dy, out.x) if t is not None)
@@ -320,14 +309,14 @@ def launches(p: Program, given: Backward, out: Gradients, accumulate: bool, firs
     given = given._replace(dl1=dl1, kept=kept)
     entries, neurons, chunks, sizes, popularity, _ = kept
     pattern = (entries, neurons, chunks, sizes)
-    w_down, up = down_rows(p, layer.w_down), up_view(entries, capacity, dtype) if gated else None
+    w_down, up = down_rows(p, layer.w_down), entries.at(4 * capacity, dtype, capacity) if gated else None
 
     d_gate = p.scratch(torch.int32, capacity)
     d_up = p.scratch(torch.int32, capacity) if gated else None
     by_entry = (up, dl1, d_gate, d_up, activation.code())
     p.launch(tuning.sampled_grad(dtype, gated, family=family), dy, w_down, *pattern, *by_entry, p.multiprocessors)
     if out.gate is not None:
-        p.launch(specs.ScatterSpec(), d_gate, *pattern, out.gate.cast(torch.int16), capacity)
+        p.launch(specs.ScatterSpec(), d_gate, *pattern, out.gate._replace(dtype=torch.int16), capacity)
     if out.x is not None:
         # the rounded ones of two values in each word
         rounded = (None if d is None else d._replace(dtype=dtype, strides=(2,)) for d in (d_gate, d_up))
@@ -382,8 +371,3 @@ def launches(p: Program, given: Backward, out: Gradients, accumulate: bool, firs
     p.launch(tuning.weight_grad(dtype, gated, family=family), *operands, *gradients, capacity, p.multiprocessors)
     counters = arrivals.part(units * geometry.UNIT_WARPS, arrivals.shape[0])
     overflow(p, given, w_down, capacity, out, aside, counters, accumulate=accumulate)
-
-
-def up_view(entries: View, capacity: int, dtype: torch.dtype) -> View:
-    """The up projections that follow the entries: [capacity]."""
-    return entries.at(4 * capacity, dtype, capacity)

@@ -25,8 +25,19 @@ from torch import Tensor
 from twell.base.activation import activation_of
 from twell.ops import hybrid, hybrid_cpu
 from twell.ops.hybrid import Backward
-from twell.ops.library import ACTIVATION, Implementation, check, check_matrix, flat, has_rows, laid, register, rows
-from twell.ops.operands import Gradients, Layer, Mains, Views, run
+from twell.ops.library import (
+    ACTIVATION,
+    STRIDE_MULTIPLE,
+    Implementation,
+    aligned,
+    check,
+    check_matrix,
+    has_rows,
+    laid,
+    register,
+    rows,
+)
+from twell.ops.operands import Gradients, Layer, Mains, run
 from twell.ops.slices import Added, is_sliced
 from twell.runtime import specs
 from twell.runtime.program import Program, View
@@ -74,7 +85,9 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
         input_grad, weight_grad, name, threshold, first, gate, gate_grad = arguments[9:]
         given = _checked(arguments[:9], name, threshold, gate)
         layer = given.layer
-        hybrid.check_first(first, layer.w_down.shape[1])
+        columns = layer.w_down.shape[1]
+        if first % STRIDE_MULTIPLE or not 0 <= first < max(columns, 1):
+            raise ValueError(f"first must be a multiple of {STRIDE_MULTIPLE} below {columns} columns, got {first}")
         gradients = outputs(layer, (input_grad, *[weight_grad] * 5))
         if gate_grad and gate is not None:
             gradients = gradients._replace(gate=torch.zeros_like(gate, memory_format=torch.contiguous_format))
@@ -127,16 +140,13 @@ def by_slices(implementation: Callable[..., None], given: Backward, gradients: G
         dx.store()
 
 
-def _cpu(given: Backward, gradients: Gradients, first: int) -> None:
-    hybrid_cpu.backward_cpu(given, gradients, False)
-
-
 @_filling
 def _cuda(given: Backward, gradients: Gradients, first: int) -> None:
     if not given.dy.shape[0]:
         zero(gradients)
     elif any(gradient is not None for gradient in gradients):
-        zero_columns(gradients, first)
+        if first:
+            zero([None if g is None else g[:, :first] for g in gradients[1:4]])
         fill(given, gradients, first=first)
 
 
@@ -159,14 +169,8 @@ def _add_on_cuda(given: Backward, mains: Mains, gradients: Gradients) -> None:
             main.add_(added)
 
 
-def zero_columns(gradients: Gradients, count: int) -> None:
-    """Fill the first columns of those of weights."""
-    if count:
-        zero(Gradients(*(None if g is None else g[:, :count] for g in gradients[1:4])))
-
-
-def zero(gradients: Gradients) -> None:
-    """Fill those of no tokens."""
+def zero(gradients: Sequence[Tensor | None]) -> None:
+    """Fill them with zeros."""
     for gradient in gradients:
         if gradient is not None:
             gradient.zero_()
@@ -177,7 +181,7 @@ def fill(given: Backward, gradients: Gradients, accumulate: bool = False, first:
     dy, dl1, layer, kept, activation = given
     check_matrix("x", layer.tokens)
     own = laid(layer._replace(w_down=layer.w_down.t(), b_down=None))
-    tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *own.unscaled, flat(kept), *gradients
+    tensors = rows(dy), aligned(dl1), *own.unscaled, aligned(kept), *gradients
     run(build, tensors, activation, accumulate, first)
 
 
@@ -188,7 +192,7 @@ def build(p: Program, *given: Any) -> None:
     follow.
     """
     (dy, dl1, x, *others), kept, (dx, *gradients) = given[:10], given[10], given[11:19]
-    layer = Views(None if x is None else x.matrix(), *others)
+    layer = Layer(None if x is None else x.matrix(), *others)
     out = Gradients(None if dx is None else dx.matrix(), *gradients)
     activation, accumulate, first = given[19:]
     hybrid.launches(p, Backward(dy.matrix(), dl1, layer, kept, activation), out, accumulate, first)
@@ -199,7 +203,7 @@ def transpose(p: Program, matrix: View, out: View) -> None:
 
     Not part of backward: memory for both is not needed beside its scratch.
     """
-    p.launch(specs.MatrixTransposeSpec(), matrix.cast(torch.int16), out.cast(torch.int16))
+    p.launch(specs.MatrixTransposeSpec(), matrix._replace(dtype=torch.int16), out._replace(dtype=torch.int16))
 
 
 hybrid_backward = register(
@@ -207,7 +211,7 @@ hybrid_backward = register(
     "bool gate_grad=False) "
     "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
     fake=_filling(lambda *_: None),
-    cpu=_filling(_cpu),
+    cpu=_filling(lambda given, gradients, first: hybrid_cpu.backward_cpu(given, gradients, False)),
     cuda=_cuda,
 )
 hybrid_backward_accumulate = register(

@@ -37,7 +37,7 @@ from twell.ops.library import (
     new,
     register,
 )
-from twell.ops.operands import Form, Gradients, Layer, Views, has_thresholds, opened
+from twell.ops.operands import Form, Gradients, Layer, has_thresholds
 from twell.ops.pack import pack_gate, shapes, stats_shape
 from twell.ops.slices import Added, is_sliced, require_sliceable
 from twell.runtime import geometry
@@ -112,11 +112,9 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
 @_by_slices
 def _cpu(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
     y, l1, nonzeros, kept = _fake(*layer[:7], compression, held, *activation, screen, layer.gate)
-    layer, activation = opened(layer, activation)
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, given = layer.unscaled
+    x, _, w_up, w_down, _, b_up, b_down, _ = layer.unscaled
     hybrid.require_offsets(y.shape[0], w_down.shape[0])
-    made = hybrid_cpu.project(x, w_gate, b_gate).to(y.dtype) if given is None else given
-    gate = activation.after(made, inplace=given is None)
+    gate = hybrid_cpu.gate_on_cpu(layer, activation)
     up = None if w_up is None else hybrid_cpu.project(x, w_up, b_up)
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
@@ -179,10 +177,10 @@ class Forward:
         self._multiply = self._multiplied(*_layer_of(form), capacity, activation)
 
     def _packed(
-        self, p: Program, layer: Views, compression: int, capacity: int, activation: Activation, screen: bool
+        self, p: Program, layer: Layer, compression: int, capacity: int, activation: Activation, screen: bool
     ) -> Executable:
         """The gate, packed and then in the hybrid format."""
-        x, w_gate, w_up, w_down, b_gate, _, _, gate = layer
+        x, w_gate, w_up, w_down, b_gate, _, _, gate = layer.unscaled
         m, n, dtype = self._m, w_down.shape[1], w_down.dtype
         firing = p.operand(dtype, n) if self._raised else b_gate
         entries, neurons, chunks, sizes, popularity, counters = hybrid.parts(
@@ -210,9 +208,9 @@ class Forward:
         p.launch(spec, *packed, entries, neurons, chunks, sizes, cleared, sums, *form, *listed)
         return p.compiled()
 
-    def _multiplied(self, p: Program, layer: Views, capacity: int, activation: Activation) -> Executable:
+    def _multiplied(self, p: Program, layer: Layer, capacity: int, activation: Activation) -> Executable:
         """The up projection at the non-zeros, and y."""
-        x, _, w_up, w_down, _, b_up, b_down, _ = layer
+        x, _, w_up, w_down, _, b_up, b_down, _ = layer.unscaled
         m, n, dtype = self._m, w_down.shape[1], w_down.dtype
         gated = w_up is not None
         family, code = tuning.family(p.index), activation.code()
@@ -223,7 +221,7 @@ class Forward:
         (sums,) = self._places(p, m, n, 1)
         hidden = None
         if w_up is not None:
-            up, hidden = hybrid.up_view(kept.entries, capacity, dtype), p.scratch(dtype, capacity)
+            up, hidden = kept.entries.at(4 * capacity, dtype, capacity), p.scratch(dtype, capacity)
             last = (up, hidden, sums, code, capacity, p.multiprocessors)
             p.launch(tuning.sampled_up(dtype, True, family=family), x, w_up, bias_view(p, b_up, dtype), *pattern, *last)
         w_down = down_rows(p, w_down)
@@ -265,30 +263,23 @@ class Forward:
 
 @kept
 def forward_of(
-    form: Form,
-    compression: int,
-    held: int,
-    activation: Activation,
-    screen: bool,
-    totals: bool,
+    form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
 ) -> Forward | None:
     """The operator for layers of this form, x [..., K] and w_down [K, N]; None if it is more than two programs.
 
     It is if kernels read only copies, or if the layer runs as slices.
     """
-    if form.places[7] is not None:
-        return Forward(form, compression, held, activation, screen, totals)
-    shape, strides, _ = form.places[0]  # type: ignore[misc]
-    if is_sliced(form.places[1][0][0]):  # type: ignore[index]
-        return None
-    if (len(shape) != 2 and strides != contiguous(shape)) or not are_laid(_layer_of(form)[1]):
-        return None
+    if form.places[7] is None:
+        shape, strides, _ = form.places[0]  # type: ignore[misc]
+        sliced = is_sliced(form.places[1][0][0])  # type: ignore[index]
+        if sliced or (len(shape) != 2 and strides != contiguous(shape)) or not are_laid(_layer_of(form)[1]):
+            return None
     return Forward(form, compression, held, activation, screen, totals)
 
 
-def _layer_of(form: Form) -> tuple[Program, Views]:
+def _layer_of(form: Form) -> tuple[Program, Layer]:
     p, (x, *others) = form.program()
-    return p, Views(x if x is None or len(x.shape) == 2 else x.matrix(), *others)
+    return p, Layer(x if x is None or len(x.shape) == 2 else x.matrix(), *others)
 
 
 hybrid_forward = register(

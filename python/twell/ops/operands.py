@@ -20,7 +20,8 @@ class Layer(NamedTuple):
 
     w_down is [K, N], as in nn.Linear, down to ``twell.call.autograd``, and [N, K] in the operators and kernels. A layer
     without a gate has no w_up: its up projection stands at w_gate, with its bias at b_gate. In the operators b_gate may
-    be [2 N]: the biases, then a threshold for each neuron.
+    be [2 N]: the biases, then a threshold for each neuron. In a program they are views, w_down [K, N], and matrices may
+    be ``Scaled``, without scales beside.
 
     A given ``gate`` [M, N] stands before its activation, and there is neither w_gate nor b_gate; without w_up there is
     no x either. Weights in e4m3 have float32 scales of their rows, gate_scale and up_scale [N], and w_down of its
@@ -110,19 +111,6 @@ class Mains(NamedTuple):
     w_gate: Tensor | None = None
     w_up: Tensor | None = None
     w_down: Tensor | None = None
-
-
-class Views(NamedTuple):
-    """The operands of a ``Layer`` in a program, w_down [K, N]; matrices may be ``Scaled``."""
-
-    x: Any
-    w_gate: Any
-    w_up: Any
-    w_down: Any
-    b_gate: View | None
-    b_up: View | None
-    b_down: View | None
-    gate: View | None = None
 
 
 class Scaled(NamedTuple):

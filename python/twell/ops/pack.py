@@ -91,4 +91,4 @@ def find_levels(p: Program, gate: View, levels: View, k: int) -> None:
     is the largest. k may be larger than N.
     """
     infinity = torch.tensor(torch.inf, dtype=gate.dtype, device="cpu").view(torch.int16)
-    p.launch(tuning.top_k(gate.shape[1]), gate.cast(torch.int16), levels, k, int(infinity))
+    p.launch(tuning.top_k(gate.shape[1]), gate._replace(dtype=torch.int16), levels, k, int(infinity))

@@ -10,7 +10,7 @@ from twell.base.activation import Activation, threshold_pair
 from twell.choose import tuning
 from twell.ops.e4m3 import quantise
 from twell.ops.float8 import E4M3
-from twell.ops.library import REACH, rows
+from twell.ops.library import REACH, aligned, rows
 from twell.runtime import geometry, specs
 from twell.runtime.log import warn_once
 from twell.runtime.program import ALIGNMENT, Program, View
@@ -38,13 +38,6 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
     wrong = (ids < -1) | (ids >= count)
     if bool(wrong.any()):
         raise ValueError(f"{name} must be from -1 to {count - 1}, got {int(ids[wrong][0])}")
-
-
-def aligned(small: Tensor | None) -> Tensor | None:
-    """A contiguous tensor at an aligned address; a copy of one that is not."""
-    if small is None or (small.is_contiguous() and small.data_ptr() % ALIGNMENT == 0):
-        return small
-    return small.clone(memory_format=torch.contiguous_format)
 
 
 def slabs(weight: Tensor) -> Tensor:
@@ -177,9 +170,6 @@ def launches(
     own, heavy = counters.part(0, first), counters.part(first, first + t)
     numbers = up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
     p.launch(down, *layer, own, heavy, owners, places, weights, *numbers)
-
-
-# Around grouped products
 
 
 def order(p: Program, x: View, x_scale: View | None, ids: View, gathered: View, places: View, ends: View) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, activation_of, threshold_pair
 from twell.choose import tuning
-from twell.ops.library import ACTIVATION, check, flat, register
+from twell.ops.library import ACTIVATION, aligned, check, register
 from twell.runtime import modes, resolve
 from twell.runtime.program import launch
 
@@ -36,15 +36,13 @@ def gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return output(gate, up), output(gate, up)
 
 
-def _fake(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
-    activation_of(activation, threshold).level(gate.dtype)
+def _fake(gate: Tensor, up: Tensor, name: str, threshold: float) -> Tensor:
+    activation_of(name, threshold).level(gate.dtype)
     return output(gate, up)
 
 
-def _backward_fake(
-    upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    activation_of(activation, threshold).level(gate.dtype)
+def _backward_fake(upstream: Tensor, gate: Tensor, up: Tensor, name: str, threshold: float) -> tuple[Tensor, Tensor]:
+    activation_of(name, threshold).level(gate.dtype)
     return gradients(upstream, gate, up)
 
 
@@ -60,13 +58,13 @@ def pays(like: Tensor, values: int) -> bool:
     )
 
 
-def _cpu(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
-    form = activation_of(activation, threshold)
+def _cpu(gate: Tensor, up: Tensor, name: str, threshold: float) -> Tensor:
+    form = activation_of(name, threshold)
     return output(gate, up).copy_(form.hidden(form.after(gate), up))
 
 
-def _cuda(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
-    return on_cuda(gate, up, activation_of(activation, threshold))
+def _cuda(gate: Tensor, up: Tensor, name: str, threshold: float) -> Tensor:
+    return on_cuda(gate, up, activation_of(name, threshold))
 
 
 def on_cuda(gate: Tensor, up: Tensor, activation: Activation = RELU, inplace: bool = False) -> Tensor:
@@ -84,10 +82,10 @@ def on_cuda(gate: Tensor, up: Tensor, activation: Activation = RELU, inplace: bo
         return hidden
     if inplace:
         # each thread has read what it overwrites
-        hidden = up = flat(up).view(up.shape)
+        hidden = up = aligned(up)
     else:
         hidden = output(gate, up)
-    for operands in _pieces(flat(gate), flat(up), hidden.view(-1)):
+    for operands in _pieces(gate, up, hidden):
         # one row; the width is a multiple of eight
         launch(spec, *operands, PIECE, 0, *form)
     return hidden
@@ -106,11 +104,9 @@ def _are_halves(gate: Tensor, up: Tensor) -> bool:
     )
 
 
-def _backward_cpu(
-    upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def _backward_cpu(upstream: Tensor, gate: Tensor, up: Tensor, name: str, threshold: float) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gradients(upstream, gate, up)
-    by_gate, by_up = derivatives(upstream, gate, up, activation_of(activation, threshold))
+    by_gate, by_up = derivatives(upstream, gate, up, activation_of(name, threshold))
     return d_gate.copy_(by_gate), d_up.copy_(by_up)
 
 
@@ -122,13 +118,11 @@ def derivatives(upstream: Tensor, gate: Tensor, up: Tensor, activation: Activati
     return torch.ops.aten.threshold_backward(d_gate, active, 0), d_up
 
 
-def _backward_cuda(
-    upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def _backward_cuda(upstream: Tensor, gate: Tensor, up: Tensor, name: str, threshold: float) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gradients(upstream, gate, up)
-    form = _form(activation_of(activation, threshold), gate.dtype)
+    form = _form(activation_of(name, threshold), gate.dtype)
     spec = tuning.reglu(gate.dtype, backward=True)
-    for operands in _pieces(flat(upstream), flat(gate), flat(up), d_gate.view(-1), d_up.view(-1)):
+    for operands in _pieces(upstream, gate, up, d_gate, d_up):
         launch(spec, *operands, *form)
     return d_gate, d_up
 
@@ -138,19 +132,15 @@ def _form(activation: Activation, dtype: torch.dtype) -> tuple[int, int]:
     return activation.code(), threshold_pair(activation, dtype)
 
 
-def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same parts of vectors of one length."""
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same parts of tensors of one shape, as vectors."""
+    vectors = tuple([aligned(tensor).view(-1) for tensor in tensors])
     if 0 < vectors[0].numel() <= PIECE:
         return iter((vectors,))
     return zip(*(torch.split(vector, PIECE) for vector in vectors)) if vectors[0].numel() else iter(())
 
 
-reglu = register(
-    f"reglu(Tensor gate, Tensor up, {ACTIVATION}) -> Tensor",
-    fake=_fake,
-    cpu=_cpu,
-    cuda=_cuda,
-)
+reglu = register(f"reglu(Tensor gate, Tensor up, {ACTIVATION}) -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda)
 reglu_backward = register(
     f"reglu_backward(Tensor upstream, Tensor gate, Tensor up, {ACTIVATION}) -> (Tensor d_gate, Tensor d_up)",
     fake=_backward_fake,

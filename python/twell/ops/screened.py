@@ -22,8 +22,8 @@ from twell.base.activation import RELU, Activation, threshold_pair
 from twell.choose import tuning
 from twell.choose.measurement import Measurement, beside_captures
 from twell.ops import reference, union
-from twell.ops.library import Shape, bias_view, laid_bias, on_device, rows
-from twell.ops.operands import Layer, Views, opened, run
+from twell.ops.library import Shape, aligned, bias_view, on_device, rows
+from twell.ops.operands import Layer, opened, run
 from twell.runtime import device, geometry, screen, specs
 from twell.runtime.program import Program, View
 
@@ -75,7 +75,7 @@ def firing_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> 
     opened_layer, activation = opened(Layer(w_gate, w_gate, None, w_gate, bias), activation)
     bias, level = opened_layer.b_gate, activation.level(w_gate.dtype)
     if not isinstance(level, Tensor) and not level:
-        return laid_bias(bias)
+        return aligned(bias)  # type: ignore[no-any-return]
     if bias is None:
         lowered: Tensor = w_gate.new_zeros(len(w_gate)) - level
         return lowered
@@ -208,10 +208,10 @@ def pack(
 
 
 def launches(
-    p: Program, layer: Views, firing: View | None, results: Sequence[View], compression: int, activation: Activation
+    p: Program, layer: Layer, firing: View | None, results: Sequence[View], compression: int, activation: Activation
 ) -> None:
     """Launch "union" on slices of the tokens, screened. ``firing`` is the bias of ``firing_bias``."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer.unscaled
     *others, candidates = results
     bits = find(p, x, firing, quantize(p, w_gate, True))
     neurons = lists(p, x.shape[0], w_gate.shape[0]).neurons

@@ -19,7 +19,7 @@ from twell.choose import tuning
 from twell.ops import hybrid
 from twell.ops.gate_pack import pack
 from twell.ops.library import Shape, bias_view, down_rows
-from twell.ops.operands import Scaled, Views, launched
+from twell.ops.operands import Layer, Scaled, launched
 from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
 from twell.runtime import geometry
@@ -88,9 +88,9 @@ def by_slices(
         p.launch(tuning.gathered(down.dtype, 0, family=family), None, *rows, None, None, down_bias, *pattern, *out)
 
 
-def launches(p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation) -> None:
+def launches(p: Program, layer: Layer, results: Sequence[View], compression: int, activation: Activation) -> None:
     """Launch the layer on slices of its tokens."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer.unscaled
 
     def pack_slice(first: int, last: int, packed: Packed) -> None:
         if gate is None:

@@ -37,10 +37,8 @@ def load(spec: specs.Spec, arch: str = built_from.ARCH) -> packaged.Kernel:
     try:
         entry = _entry(open_folder(fingerprint(arch)), spec, arch)
     except (OSError, UnsafeCacheError) as error:
-        instead = "TWELL_CACHE_DIR can name another folder"
-        raise RuntimeError(
-            f"kernel {spec} is not packaged, and the cache cannot hold it: {error}; {instead}"
-        ) from error
+        said = f"kernel {spec} is not packaged, and the cache cannot hold it: {error}"
+        raise RuntimeError(f"{said}; TWELL_CACHE_DIR can name another folder") from error
     return packaged.load(entry, spec.symbol)
 
 
@@ -115,21 +113,24 @@ def _is_whole(entry: Path) -> bool:
 
 
 def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:
-    """Compile ``spec`` into a library in ``folder``."""
+    """Compile ``spec`` into a library in ``folder``, whose undefined symbols ``load_runtime`` supplies."""
     start = time.perf_counter()
     try:
         compile_object = kernel_module("compile").compile_object
     except ImportError as error:
-        raise RuntimeError(
-            f"kernel {spec} is neither packaged nor cached, and cannot be compiled: {error}{_more(arch)}"
-        ) from error
+        said = f"kernel {spec} is neither packaged nor cached, and cannot be compiled: {error}"
+        raise RuntimeError(f"{said}{_more(arch)}") from error
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise RuntimeError(f"kernel {spec} cannot be linked: expected cc, gcc or clang, got none{_more(arch)}")
     logger.info("compiling kernel %s", spec.symbol)
-    product = folder / f"{spec.symbol}.o"
+    product, library = (folder / f"{spec.symbol}.{suffix}" for suffix in ("o", "so"))
     compile_object(spec, product, arch)
-    library = _link(compiler, product)
+    command = [compiler, "-shared", "-o", str(library), str(product)]
+    environment = os.environ | {"LC_ALL": "C"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"linking kernel {spec.symbol} failed: {' '.join(command)}\n{result.stderr}")
     logger.info("compiled kernel %s in %.1f s", spec.symbol, time.perf_counter() - start)
     return library
 
@@ -137,14 +138,3 @@ def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:
 def _more(arch: str) -> str:
     """The advice for a GPU whose kernels are not installed, to follow an error."""
     return f"; {said}" if (said := packaged.advice(arch)) else ""
-
-
-def _link(compiler: str, product: Path) -> Path:
-    """Link an object into a library. Symbols of the runtime stay undefined: ``packaged.load_runtime`` supplies them."""
-    library = product.with_suffix(".so")
-    command = [compiler, "-shared", "-o", str(library), str(product)]
-    environment = os.environ | {"LC_ALL": "C"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise RuntimeError(f"linking kernel {product.stem} failed: {' '.join(command)}\n{result.stderr}")
-    return library

@@ -174,12 +174,10 @@ def describe() -> Driver:
     try:
         version = driver_version()
         _initialised()
-        devices = tuple(_describe(index) for index in range(_call("cuDeviceGetCount")))
+        devices = tuple(
+            Device(i, name(i), capability(i), sm_count(i), int(_call("cuDeviceTotalMem", _handle(i))))
+            for i in range(_call("cuDeviceGetCount"))
+        )
     except RuntimeError as error:
         return Driver(version, (), str(error))
     return Driver(version, devices, None if devices else "no CUDA device is visible")
-
-
-def _describe(index: int) -> Device:
-    handle = _handle(index)
-    return Device(index, name(index), capability(index), sm_count(index), int(_call("cuDeviceTotalMem", handle)))

@@ -35,9 +35,6 @@ def constant(function: _F) -> _F:
     return function
 
 
-# Traces
-
-
 @constant
 def exporting() -> bool:
     """Whether ``torch.export`` traces this call."""
@@ -61,9 +58,6 @@ def jit_tracing() -> bool:
 def tracing(m: Any) -> bool:
     """Whether this call is being traced; ``m``, its number of tokens, may be symbolic."""
     return compiling() or type(m) is not int or jit_tracing()
-
-
-# Transforms
 
 
 def has_tangent(tensor: Tensor) -> bool:
@@ -107,9 +101,6 @@ def transform_of(operands: Mapping[str, Tensor], needing: bool) -> str:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a transform of torch.func wraps ``tensor``."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-# Modes
 
 
 def function_modes() -> list[type]:
@@ -168,9 +159,6 @@ def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     if device in ("cpu", "cuda") and dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return dtype
-
-
-# Captures and passes
 
 
 def capturing(x: Tensor) -> bool:

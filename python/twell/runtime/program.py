@@ -51,10 +51,6 @@ _DEBUG = env.debug()
 # What inductor's code allocates with: 1.1 us against 2.6 for ``Tensor.new_empty`` (H200 host, torch 2.11).
 _ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
-
-# What a launch calls: a kernel, or a function of tensors.
-Callee = specs.Spec | Callable[..., None]
-
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 # Programs of each kind of pass that are kept: the latest, 5 to 20 KB each.
@@ -113,10 +109,6 @@ class View(NamedTuple):
             return self
         return self.at(0, self.dtype, math.prod(self.shape[:-1]), self.shape[-1])
 
-    def cast(self, dtype: torch.dtype) -> View:
-        """The same bits as values of another dtype of the same size."""
-        return View(self.base, self.offset, dtype, self.shape, self.strides)
-
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, in elements."""
@@ -142,11 +134,11 @@ class Program:
     def __init__(self, index: int) -> None:
         self.index = index
         self.operands: list[View] = []
-        self.launches: list[tuple[Callee, tuple[Any, ...]]] = []
+        # kernels, or functions of tensors, and their arguments
+        self.launches: list[tuple[specs.Spec | Callable[..., None], tuple[Any, ...]]] = []
         self._scratch: list[int] = []
         self._empty: dict[torch.dtype, View] = {}
         self._cleared = 0
-        self._places: tuple[dict[int, int], int] | None = None
 
     @property
     def multiprocessors(self) -> int:
@@ -187,12 +179,10 @@ class Program:
     def launch(self, spec: specs.Spec, *arguments: View | float | None) -> None:
         """Call the kernel of ``spec`` next, with views, integers, floats and None."""
         self.launches.append((spec, arguments))
-        self._places = None
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` next, with views, and None; what it launches goes to the current stream."""
         self.launches.append((function, arguments))
-        self._places = None
 
     def kernels(self) -> list[specs.Spec]:
         """The kernels that it launches."""
@@ -210,11 +200,6 @@ class Program:
 
     def placed(self) -> tuple[dict[int, int], int]:
         """The byte offset of each scratch, and the bytes of all together."""
-        if self._places is None:
-            self._places = self._placed()
-        return self._places
-
-    def _placed(self) -> tuple[dict[int, int], int]:
         lives, sizes = self.lives(), self._scratch
         offsets, total = dict.fromkeys(lives, 0), 0
         done: list[tuple[int, int, int, int]] = []
@@ -338,11 +323,6 @@ class Executable:
                     self._run = run
                 else:
                     self._behind.append((program.caller(first - 1), run))
-
-    @property
-    def scratch(self) -> int:
-        """Bytes of the scratch that a call allocates."""
-        return self._program.placed()[1]
 
     def __call__(self, *operands: Tensor) -> None:
         """Run all launches on the current device, that of the operands, and torch's current stream.
