@@ -29,11 +29,7 @@ class UnsafeCacheError(RuntimeError):
 
 
 def load(spec: specs.Spec, arch: str = built_from.ARCH) -> packaged.Kernel:
-    """Load the kernel of ``spec`` for ``arch`` from the user cache; compile it into the cache first if needed.
-
-    Raises RuntimeError if the folder cannot be used, if an entry cannot be loaded, and if the kernel must be compiled
-    and cannot be.
-    """
+    """Load the kernel of ``spec`` from the user cache, compiled into it if need be; RuntimeError if that fails."""
     try:
         entry = _entry(open_folder(fingerprint(arch)), spec, arch)
     except (OSError, UnsafeCacheError) as error:
@@ -52,10 +48,7 @@ def fingerprint(arch: str = built_from.ARCH) -> str:
 
 
 def open_folder(name: str | None = None) -> Path:
-    """A folder of the cache, by default that of this fingerprint, created if need be.
-
-    Raises ValueError, OSError or UnsafeCacheError.
-    """
+    """A folder of the cache, by default this fingerprint's, made if need be; ValueError, OSError, UnsafeCacheError."""
     base = env.cache_dir()
     base.parent.mkdir(parents=True, exist_ok=True)
     # the user may keep the cache elsewhere through a link; its target is checked

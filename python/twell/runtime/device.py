@@ -82,13 +82,11 @@ def name(index: int) -> str:
 
 @functools.cache
 def sm_count(index: int) -> int:
-    """Number of streaming multiprocessors of device ``index``."""
     return _attribute(index, "MULTIPROCESSOR_COUNT")
 
 
 @functools.cache
 def capability(index: int) -> tuple[int, int]:
-    """Compute capability of device ``index`` as (major, minor)."""
     return _attribute(index, "COMPUTE_CAPABILITY_MAJOR"), _attribute(index, "COMPUTE_CAPABILITY_MINOR")
 
 
@@ -136,7 +134,6 @@ def architecture(index: int) -> str | None:
 
 @functools.cache
 def driver_version() -> tuple[int, int]:
-    """Newest CUDA version the driver supports, as (major, minor)."""
     version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 

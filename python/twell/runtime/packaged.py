@@ -40,11 +40,7 @@ _ELF_HEADER = struct.Struct("<40sQ10xHH2x")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The build of the packaged library: architecture, versions and sources.
-
-    ``toolkit`` is the flavour of the DSL (cu12, cu13), ``versions`` maps distributions to versions, ``source_hash`` is
-    the hash of the kernel sources.
-    """
+    """The build of the packaged library. toolkit: cu12 or cu13; versions: of distributions."""
 
     arch: str
     toolkit: str
@@ -62,7 +58,6 @@ class Manifest:
 
 
 def folder_of(arch: str) -> Path:
-    """The folder of the library for ``arch``."""
     return FOLDER if arch == fingerprint.ARCH else FOLDER / arch
 
 

@@ -29,7 +29,6 @@ from twell.runtime import device, env, host, modes, resolve, specs
 
 # Bytes of which the places of scratch are multiples. Kernels load 16 bytes at a time; lines of the cache are of 128.
 _PLACE = 256
-# Bytes at which operands begin.
 ALIGNMENT = 16
 # The base of memory that is zero before the first launch.
 _CLEARED = 1 << 30
@@ -81,7 +80,6 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
     def t(self) -> View:
-        """The transposed matrix."""
         return View(self.base, self.offset, self.dtype, self.shape[::-1], self.strides[::-1])
 
     def part(self, first: int, last: int) -> View:
@@ -124,7 +122,6 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _room(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Bytes of scratch that a tensor takes."""
     return -(-math.prod(shape) * dtype.itemsize // _PLACE) * _PLACE
 
 
@@ -142,7 +139,6 @@ class Program:
 
     @property
     def multiprocessors(self) -> int:
-        """The streaming multiprocessors of the device."""
         return device.sm_count(self.index)
 
     def clusters(self, ctas: int) -> int:
@@ -185,7 +181,6 @@ class Program:
         self.launches.append((function, arguments))
 
     def kernels(self) -> list[specs.Spec]:
-        """The kernels that it launches."""
         return [callee for callee, _ in self.launches if isinstance(callee, specs.Spec)]
 
     def lives(self) -> dict[int, tuple[int, int]]:
@@ -250,10 +245,7 @@ class Program:
         return [*zip([0, *(i + 1 for i in calls)], [*calls, len(self.launches)])]
 
     def code(self, first: int = 0, last: int | None = None) -> list[int]:
-        """Launches of kernels, from ``first`` up to ``last``, as ``host/program.c`` reads them.
-
-        The last tensor given is scratch.
-        """
+        """Launches ``first`` up to ``last``, as ``host/program.c`` reads them; the last tensor given is scratch."""
         offsets, total = self.placed()
         given, places = self.given(), dict[int, int]()
         counts, arguments, views = [], list[int](), list[View]()
@@ -325,18 +317,11 @@ class Executable:
                     self._behind.append((program.caller(first - 1), run))
 
     def __call__(self, *operands: Tensor) -> None:
-        """Run all launches on the current device, that of the operands, and torch's current stream.
-
-        ValueError, with nothing launched, for operands that are not laid out as they were declared.
-        """
+        """Run all launches on torch's current stream; ValueError, with none run, for operands laid out otherwise."""
         if not self.ran(*operands):
-            got = "; ".join(
-                f"{t.dtype} {list(t.shape)} of strides {list(t.stride())} at {t.data_ptr()}" for t in operands
-            )
-            declared = "; ".join(
-                f"{v.dtype} {list(v.shape)} of strides {list(v.strides)}" for v in self._program.operands
-            )
-            raise ValueError(f"expected aligned operands {declared}, got {got}")
+            got = [f"{t.dtype} {list(t.shape)} of strides {list(t.stride())} at {t.data_ptr()}" for t in operands]
+            declared = [f"{v.dtype} {list(v.shape)} of strides {list(v.strides)}" for v in self._program.operands]
+            raise ValueError(f"expected aligned operands {'; '.join(declared)}, got {'; '.join(got)}")
 
     def ran(self, *operands: Tensor) -> bool:
         """The same, but False for such operands, and for another number of them."""
@@ -420,10 +405,7 @@ def allocate(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dty
 
 
 def launch(spec: specs.Spec, *arguments: Any) -> None:
-    """Call the kernel of ``spec`` on the current device and torch's current stream.
-
-    Raises NotImplementedError on a device for which there are no kernels, RuntimeError if there is not this one.
-    """
+    """Call the kernel of ``spec`` on the current device and stream; NotImplementedError or RuntimeError without one."""
     resolve.resolve(spec, resolve.require_architecture(torch.cuda.current_device()))(*arguments)
     if _DEBUG and not modes.stream_captures():
         torch.cuda.synchronize()
