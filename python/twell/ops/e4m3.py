@@ -38,10 +38,7 @@ def check_layer(layer: Layer) -> None:
         if matrix is not None:
             check_rank(name, matrix)
     k, n = layer.x.shape[1], layer.w_gate.shape[0]
-    if k % MULTIPLE or n % geometry.STATS_ROWS or not 0 < k <= specs.K_CLASSES[-1] or not 0 < n <= geometry.MAX_NEURONS:
-        limits = f"K a multiple of 16 up to {specs.K_CLASSES[-1]}, N one of 8 up to {geometry.MAX_NEURONS}"
-        raise ValueError(f"e4m3 weights must have {limits}, got K = {k}, N = {n}")
-    check_scaled(layer)
+    check_scaled(layer, "e4m3 weights", geometry.MAX_NEURONS)
     for name, bias, length in (("b_gate", layer.b_gate, n), ("b_up", layer.b_up, n), ("b_down", layer.b_down, k)):
         if bias is not None:
             check(name, bias, (length,), torch.bfloat16)
@@ -54,9 +51,12 @@ def require_no_scales(given: Any) -> None:
             raise ValueError(f"{name} must be None without down_scale, got a tensor")
 
 
-def check_scaled(layer: Any) -> None:
-    """Raise unless x, the weights and their scales fit each other, of a ``Layer`` or of experts [E, ...]."""
+def check_scaled(layer: Any, what: str, most: int) -> None:
+    """Raise unless x, weights and scales of a ``Layer`` or experts, ``what``, fit each other and the kernels."""
     (m, k), (*lead, n, _) = layer.x.shape, layer.w_gate.shape
+    if k % MULTIPLE or n % 8 or not 0 < k <= specs.K_CLASSES[-1] or not 0 < n <= most:
+        limits = f"K a multiple of {MULTIPLE} up to {specs.K_CLASSES[-1]}, N one of 8 up to {most}"
+        raise ValueError(f"{what} must have {limits}, got K = {k}, N = {n}")
     if layer.x.dtype == E4M3:
         if layer.x_scale is None:
             raise ValueError("x_scale must be given with an e4m3 x, got None")
@@ -95,12 +95,10 @@ def layer_of(
 
 def on_cpu(layer: Layer, activation: Activation, rounded: bool) -> Tensor:
     """y of a sparse strategy; ``rounded``: whether h is."""
-    tokens, gate = tokens_of(layer.x, layer.x_scale), Float8(layer.w_gate, layer.gate_scale)
-    up, down = (
-        None if layer.w_up is None else Float8(layer.w_up, layer.up_scale),
-        Float8(layer.w_down, layer.down_scale),
-    )
-    return float8.formula(tokens, gate, up, down, layer[4:7], activation, torch.float32, rounded).bfloat16()
+    up = None if layer.w_up is None else Float8(layer.w_up, layer.up_scale)
+    weights = Float8(layer.w_gate, layer.gate_scale), up, Float8(layer.w_down, layer.down_scale)
+    tokens = tokens_of(layer.x, layer.x_scale)
+    return float8.formula(tokens, *weights, layer[4:7], activation, torch.float32, rounded).bfloat16()
 
 
 def laid(layer: Layer) -> Layer:
@@ -118,6 +116,7 @@ def _readable(name: str, matrix: Tensor) -> Tensor:
     if matrix.dtype == E4M3:
         matrix = matrix.view(torch.uint8)
     flat = matrix if matrix.dim() == 2 else matrix.view(-1, matrix.shape[-1])
+    # of values of two bytes as many
     near = flat.shape[0] * flat.stride(0) <= 2 * REACH
     if has_rows(flat) and flat.stride(0) * flat.itemsize % MULTIPLE == 0 and near:
         return matrix

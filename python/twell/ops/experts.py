@@ -33,17 +33,7 @@ from twell.choose import tuning
 from twell.ops import decode, e4m3, float8, hybrid_cpu, pairs
 from twell.ops.float8 import E4M3, NO_BIASES, Float8
 from twell.ops.hybrid_cpu import gate_on_cpu
-from twell.ops.library import (
-    ACTIVATION,
-    Implementation,
-    aligned,
-    check,
-    check_matrix,
-    check_rank,
-    register,
-    rows,
-    transpose,
-)
+from twell.ops.library import ACTIVATION, aligned, check, check_matrix, check_rank, register, rows, transpose
 from twell.ops.operands import Layer, run
 from twell.runtime import geometry, modes, specs
 
@@ -52,8 +42,6 @@ _GROUPS = 1024
 
 
 class Experts(NamedTuple):
-    """The operands of the schema."""
-
     x: Any
     w_gate: Any
     w_up: Any
@@ -79,7 +67,7 @@ def require_how(strategy: str, invariant: bool) -> None:
         raise ValueError('strategy must be "auto" or "row" with invariant=True, got "dense"')
 
 
-def _checked(compute: Callable[..., Tensor]) -> Implementation:
+def _checked(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function of the schema's arguments: it checks them, and gives ``compute`` uninitialised y, too."""
 
     def checked(*arguments: Any) -> Tensor:
@@ -113,11 +101,7 @@ def _check(given: Experts, strategy: str, invariant: bool) -> None:
             raise NotImplementedError("experts of e4m3 weights take no shared layer, got one")
         if given.gate_scale is None:
             raise ValueError("gate_scale must be given with down_scale, got None")
-        most_k, most_n = specs.K_CLASSES[-1], geometry.LONGEST_SUM["bfloat16"]
-        if n % 8 or k % e4m3.MULTIPLE or not 0 < n <= most_n or not 0 < k <= most_k:
-            limits = f"K a multiple of {e4m3.MULTIPLE} up to {most_k}, N one of 8 up to {most_n}"
-            raise ValueError(f"experts of e4m3 weights must have {limits}, got K = {k}, N = {n}")
-        e4m3.check_scaled(given)
+        e4m3.check_scaled(given, "experts of e4m3 weights", geometry.LONGEST_SUM["bfloat16"])
         if strategy == "row" and w_up is not None:
             raise NotImplementedError('"row" takes experts of e4m3 weights without a gate, got one; "dense" takes them')
     else:
@@ -289,7 +273,6 @@ def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tenso
     up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends, up_scale)
     if given.scaled:
         if w_down.stride(1) != 1:
-            # stored by rows of neurons, and read along neurons here
             flat = w_down.contiguous().view(-1, k)
             w_down = transpose(flat, flat.new_empty(k, len(flat))).view(k, count, -1).permute(1, 2, 0)
         hidden: Any = Float8(*e4m3.hidden_in_float8(gate, up, activation))
@@ -312,10 +295,7 @@ def _never_waits(values: Tensor, weights: Tensor) -> bool:
 
 
 def _grouped(values: Any, weights: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
-    """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, C, D] -> [P, D].
-
-    ``scale`` [E, D]: of e4m3 weights, whose values are a record; the products are bfloat16.
-    """
+    """values [P, C] of each expert, ended by ``ends`` [E], times weights [E, C, D]; ``scale`` [E, D] of e4m3."""
     if scale is not None:
         how: Any = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
         made: Tensor = torch._scaled_grouped_mm(values.values, weights, values.scale, scale.contiguous(), **how)

@@ -49,10 +49,7 @@ class Kept(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The operands of both operators of backward: dy [M, K], dl1 (0-d or None), the layer without b_down and ``kept``.
-
-    They are tensors, w_down [N, K], or views of a program, w_down [K, N].
-    """
+    """What both operators of backward take, tensors or views: dy [M, K], dl1 (0-d or None), no b_down, and ``kept``."""
 
     dy: Any
     dl1: Any
@@ -100,10 +97,7 @@ def words_of_slice(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
 
 
 def split(kept: Tensor, x: Tensor, n: int, gated: bool) -> list[tuple[int, int, Tensor, int]]:
-    """(first, end, kept, held) of the slices of ``n`` neurons; ValueError if ``kept`` is not of such a layer.
-
-    held: non-zeros per token for which the ``kept`` of a slice has room, as it is for a layer of its own.
-    """
+    """(first, end, kept, held) of the slices of ``n`` neurons; a slice has room for ``held`` non-zeros per token."""
     if len(kept.shape) != 1:
         raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
     slices = geometry.neuron_slices(n)
@@ -169,8 +163,7 @@ def sizes(kept: Tensor, m: int) -> Tensor:
 
 def unions(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
     """How many of ``n`` neurons each tile of the tokens ``x`` [M, ...] fires; meaningless in over-full batches."""
-    found = torch.stack([sizes(own, x.shape[0])[:-1] for _, _, own, _ in split(kept, x, n, gated)])
-    return found.sum(0)
+    return torch.stack([sizes(own, x.shape[0])[:-1] for _, _, own, _ in split(kept, x, n, gated)]).sum(0)
 
 
 def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
@@ -188,22 +181,10 @@ def check_backward(given: Backward) -> None:
     check("dy", dy, (tokens.shape[0], k), tokens.dtype)
     if dl1 is not None:
         check("dl1", dl1, (), torch.float32)
-    if layer.gate is None:
-        check_kept(tokens, n, layer.w_up is not None, kept)
-    else:
-        check_kept_of_slice(tokens, n, layer.w_up is not None, kept)
-
-
-def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
-    """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
-    for first, last, own, _ in split(kept, x, n, gated):
-        check_kept_of_slice(x, last - first, gated, own)
-
-
-def check_kept_of_slice(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
-    """The same of neurons that are one slice."""
-    held = geometry.hybrid_words(capacity_of(x, n, gated, kept), 2 * gated)
-    check("kept", kept, (_places(x.shape[0], n)[1] + held,), torch.int32)
+    m, gated = tokens.shape[0], layer.w_up is not None
+    for first, last, own, _ in split(kept, tokens, n, gated) if layer.gate is None else [(0, n, kept, 0)]:
+        held = geometry.hybrid_words(capacity_of(tokens, last - first, gated, own), 2 * gated)
+        check("kept", own, (_places(m, last - first)[1] + held,), torch.int32)
 
 
 def require_offsets(m: int, n: int) -> None:
@@ -215,10 +196,7 @@ def require_offsets(m: int, n: int) -> None:
 
 
 def require_neurons(n: int, family: str, call: str) -> None:
-    """Raise NotImplementedError if kernels of ``family`` cannot bring a pattern of ``n`` neurons to this format.
-
-    The error names ``call``, which needs that.
-    """
+    """Raise NotImplementedError, naming ``call``, if kernels of ``family`` cannot list ``n`` neurons in this format."""
     most = geometry.PORTABLE_UNION_NEURONS
     if family == specs.PORTABLE and n > most:
         raise NotImplementedError(

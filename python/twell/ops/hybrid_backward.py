@@ -98,11 +98,7 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
 
 
 def _adding(implementation: Callable[[Backward, Mains, Gradients], None]) -> Implementation:
-    """The same of weights' gradients that are added to mains.
-
-    ``as_stored``: in a graph a transposed view would not do, as functionalization keeps the storage offset that it had
-    in tracing.
-    """
+    """The same of weights' gradients that are added to mains."""
 
     def added(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         main_gate, main_up, main_down, input_grad, name, threshold, as_stored = arguments[9:]
@@ -111,6 +107,7 @@ def _adding(implementation: Callable[[Backward, Mains, Gradients], None]) -> Imp
         if (main_up is None) != (layer.w_up is None):
             there, missing = ("w_up", "main_up") if main_up is None else ("main_up", "w_up")
             raise ValueError(f"{missing} must be given with {there}, got None")
+        # in a graph a transposed view would not do: functionalization keeps the storage offset that it had in tracing
         mains = mains._replace(w_down=main_down.t()) if as_stored else mains
         for weight, main in mains._asdict().items():
             if main is not None:
@@ -170,7 +167,6 @@ def _add_on_cuda(given: Backward, mains: Mains, gradients: Gradients) -> None:
 
 
 def zero(gradients: Sequence[Tensor | None]) -> None:
-    """Fill them with zeros."""
     for gradient in gradients:
         if gradient is not None:
             gradient.zero_()
@@ -186,11 +182,7 @@ def fill(given: Backward, gradients: Gradients, accumulate: bool = False, first:
 
 
 def build(p: Program, *given: Any) -> None:
-    """Describe the launches for dy, dl1, the layer without b_down, kept, and for each of the layer its gradient.
-
-    w_down is [K, N]; dy, x and its gradient may have leading dimensions. Activation, ``accumulate`` and ``first``
-    follow.
-    """
+    """Launch backward for dy, dl1, the layer, w_down [K, N], kept and gradients; dy, x and dx may be [..., K]."""
     (dy, dl1, x, *others), kept, (dx, *gradients) = given[:10], given[10], given[11:19]
     layer = Layer(None if x is None else x.matrix(), *others)
     out = Gradients(None if dx is None else dx.matrix(), *gradients)
@@ -199,10 +191,7 @@ def build(p: Program, *given: Any) -> None:
 
 
 def transpose(p: Program, matrix: View, out: View) -> None:
-    """Describe the copy of a matrix of 16-bit values into its transpose.
-
-    Not part of backward: memory for both is not needed beside its scratch.
-    """
+    """Copy a matrix of 16-bit values into its transpose; apart from ``build``, whose scratch it would add to."""
     p.launch(specs.MatrixTransposeSpec(), matrix._replace(dtype=torch.int16), out._replace(dtype=torch.int16))
 
 

@@ -139,5 +139,4 @@ def backward_cpu(given: hybrid.Backward, out: Gradients, accumulate: bool) -> No
             target.add_(gradient) if accumulate else target.copy_(gradient)
     for target, coefficients in ((out.b_gate, wide_gate), (out.b_up, wide_up)):
         if target is not None and coefficients is not None:
-            # thresholds behind the biases of the gate have no gradient
             target.zero_()[:n] = for_weights(coefficients).sum(0)

@@ -23,10 +23,8 @@ _LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call
 # TMA and 16-byte vector loads: row stride in 16-bit elements.
 STRIDE_MULTIPLE = 8
 
-# Operands in schemas: those of a layer, and its activation.
-LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
-# The same where a gate may be given in place of the first projection.
-ABSENT = LAYER.replace("Tensor x, Tensor w_gate", "Tensor? x, Tensor? w_gate")
+# Operands in schemas: those of a layer, which may have a given gate in place of the first projection; its activation.
+LAYER = "Tensor? x, Tensor? w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
 ACTIVATION = 'str activation="relu", float threshold=0.0'
 
 # Dtypes that TwELL stores.
@@ -114,10 +112,7 @@ def on_device(implementation: Implementation) -> Implementation:
 
 
 def is_direct(x: Tensor) -> bool:
-    """Whether the code of operators on plain tensors may be called without the dispatcher, which takes 6 us.
-
-    It may if nothing records operators, and if x is on the current GPU.
-    """
+    """Whether to call operators without the dispatcher, 6 us: nothing records them, and x is on the current GPU."""
     return x.is_cuda and not modes.recorded() and x.device.index == torch.cuda.current_device()
 
 
@@ -218,10 +213,7 @@ def bias_view(p: Program, given: View | None, dtype: torch.dtype) -> View:
 
 
 def unviewed(y: Tensor, shape: torch.Size) -> Tensor:
-    """Return ``y`` in another shape, but not as a view: no one else sees ``y``.
-
-    FSDP2 puts hooks on outputs, and a hook on a view is lost when the view is changed in place.
-    """
+    """Return ``y`` in another shape, but not as a view: a hook of FSDP2 on a view is lost where that is changed."""
     if modes.jit_tracing():
         # an operator called by its name would make constants of the traced sizes
         return y.reshape(shape)
@@ -258,11 +250,7 @@ def aligned(tensor: Tensor | None) -> Any:
 
 
 def check_layer(layer: Layer) -> None:
-    """Raise unless x is [M, K], the weights [N, K], b_gate and b_up [N], b_down [K], where given, all of one dtype.
-
-    b_gate may be [2 N], with thresholds behind the biases. N is that of the first weight. The dtype is one that TwELL
-    stores.
-    """
+    """Raise unless x [M, K], weights [N, K], b_gate [N] or [2 N], b_up [N] and b_down [K] fit, of a stored dtype."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer[:7]
     check_matrix("x", x)
     dtype, k, n = x.dtype, x.shape[1], -1

@@ -90,10 +90,7 @@ class Layer(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """For each operand of a ``Layer`` its gradient, of its shape; None where none is wanted.
-
-    They are tensors, or views of a program, and then that of w_down is [N, K].
-    """
+    """The gradient of each operand of a ``Layer``, None where none is wanted; as a view that of w_down is [N, K]."""
 
     x: Any = None
     w_gate: Any = None
@@ -176,10 +173,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Form(NamedTuple):
-    """How the tensors of a call lie on a device: what a program may depend on, beside numbers.
-
-    places: of each tensor; None where there is none.
-    """
+    """How the tensors of a call lie on a device, None where there is none: all a program depends on beside numbers."""
 
     device: int
     places: tuple[Place | None, ...]

@@ -120,10 +120,7 @@ def launches(
     activation: Activation,
     invariant: bool,
 ) -> None:
-    """Launch what fills ``y``: by the rows of each token or, of many tokens, by the union of rows of each unit.
-
-    Those of e4m3 weights go by units at any number of tokens.
-    """
+    """Launch what fills ``y``: by rows of each token or, of many tokens and e4m3 weights, by the union of a unit's."""
     (t, k), (count, n, _), top = y.shape, w_gate.shape, ids.shape[1]
     number, dtype, scaled, tiles = t * top, y.dtype, down_scale is not None, geometry.tiles(n)
     # squares of float16 may exceed it, so hidden states stay fp32

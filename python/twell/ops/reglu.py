@@ -68,12 +68,8 @@ def _cuda(gate: Tensor, up: Tensor, name: str, threshold: float) -> Tensor:
 
 
 def on_cuda(gate: Tensor, up: Tensor, activation: Activation = RELU, inplace: bool = False) -> Tensor:
-    """``reglu`` on the current device; the halves of one product are read in place.
-
-    ``inplace``: ``up`` is not needed any more. Its memory becomes that of the result, except for halves of a product.
-    """
-    check("up", up, gate.shape, gate.dtype)
-    spec, form = tuning.reglu(gate.dtype, backward=False), _form(activation, gate.dtype)
+    """``reglu`` on the current device; ``inplace``: in the memory of up, unless both are halves of one product."""
+    spec, form = tuning.reglu(gate.dtype, backward=False), (activation.code(), threshold_pair(activation, gate.dtype))
     if _are_halves(gate, up):
         hidden = output(gate, up)
         memory = ((gate.shape[0] - 1) * gate.stride(0) + gate.shape[1],)
@@ -120,16 +116,11 @@ def derivatives(upstream: Tensor, gate: Tensor, up: Tensor, activation: Activati
 
 def _backward_cuda(upstream: Tensor, gate: Tensor, up: Tensor, name: str, threshold: float) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gradients(upstream, gate, up)
-    form = _form(activation_of(name, threshold), gate.dtype)
-    spec = tuning.reglu(gate.dtype, backward=True)
+    activation, spec = activation_of(name, threshold), tuning.reglu(gate.dtype, backward=True)
+    form = activation.code(), threshold_pair(activation, gate.dtype)
     for operands in _pieces(upstream, gate, up, d_gate, d_up):
         launch(spec, *operands, *form)
     return d_gate, d_up
-
-
-def _form(activation: Activation, dtype: torch.dtype) -> tuple[int, int]:
-    """What the kernels take of an activation."""
-    return activation.code(), threshold_pair(activation, dtype)
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
