@@ -210,11 +210,10 @@ class Program:
             done.sort()
         return offsets, total
 
-    def caller(self, index: int) -> Callable[[Sequence[Tensor]], None]:
+    def caller(self, index: int, offsets: dict[int, int]) -> Callable[[Sequence[Tensor]], None]:
         """The call of the function that is launch ``index``, by the tensors of a call and, the last one, scratch."""
         function, arguments = self.launches[index]
         assert not isinstance(function, specs.Spec)
-        offsets, _ = self.placed()
         declared = self.given()
 
         def reader(view: View | None) -> Callable[[Sequence[Tensor]], Tensor | None]:
@@ -244,9 +243,8 @@ class Program:
         calls = [i for i, (callee, _) in enumerate(self.launches) if not isinstance(callee, specs.Spec)]
         return [*zip([0, *(i + 1 for i in calls)], [*calls, len(self.launches)])]
 
-    def code(self, first: int = 0, last: int | None = None) -> list[int]:
+    def code(self, first: int, last: int, offsets: dict[int, int], total: int) -> list[int]:
         """Launches ``first`` up to ``last``, as ``host/program.c`` reads them; the last tensor given is scratch."""
-        offsets, total = self.placed()
         given, places = self.given(), dict[int, int]()
         counts, arguments, views = [], list[int](), list[View]()
         for _, of_launch in self.launches[first:last]:
@@ -305,16 +303,16 @@ class Executable:
         self._behind: list[tuple[Callable[[Sequence[Tensor]], None], Any]] = []
         self._size: tuple[int, ...] = (1,)
         if maker is not None:
-            self._size = (max(program.placed()[1], 1),)
-            found = iter(kernels)
+            offsets, total = program.placed()
+            self._size, found = (max(total, 1),), iter(kernels)
             for first, last in program.runs():
                 # half the time of torch.tensor
-                code = torch.frombuffer(array.array("q", program.code(first, last)), dtype=torch.int64)
+                code = torch.frombuffer(array.array("q", program.code(first, last, offsets, total)), dtype=torch.int64)
                 run = maker(code, *(next(found) for _ in range(first, last)))
                 if first == 0:
                     self._run = run
                 else:
-                    self._behind.append((program.caller(first - 1), run))
+                    self._behind.append((program.caller(first - 1, offsets), run))
 
     def __call__(self, *operands: Tensor) -> None:
         """Run all launches on torch's current stream; ValueError, with none run, for operands laid out otherwise."""
