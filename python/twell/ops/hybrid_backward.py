@@ -25,18 +25,7 @@ from torch import Tensor
 from twell.base.activation import activation_of
 from twell.ops import hybrid, hybrid_cpu
 from twell.ops.hybrid import Backward
-from twell.ops.library import (
-    ACTIVATION,
-    STRIDE_MULTIPLE,
-    Implementation,
-    aligned,
-    check,
-    check_matrix,
-    has_rows,
-    laid,
-    register,
-    rows,
-)
+from twell.ops.library import ACTIVATION, STRIDE_MULTIPLE, aligned, check, check_matrix, has_rows, laid, register, rows
 from twell.ops.operands import Gradients, Layer, Mains, run
 from twell.ops.slices import Added, is_sliced
 from twell.runtime import specs
@@ -78,7 +67,7 @@ def _checked(operands: Sequence[Any], name: str, threshold: float, gate: Tensor 
     return given
 
 
-def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Implementation:
+def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Callable[..., Any]:
     """What fills checked gradients as a function of the schema's arguments."""
 
     def filled(*arguments: Any) -> Outputs:
@@ -97,7 +86,7 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
     return filled
 
 
-def _adding(implementation: Callable[[Backward, Mains, Gradients], None]) -> Implementation:
+def _adding(implementation: Callable[[Backward, Mains, Gradients], None]) -> Callable[..., Any]:
     """The same of weights' gradients that are added to mains."""
 
     def added(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
