@@ -9,7 +9,7 @@ from torch import Tensor
 from twell.base.activation import RELU, Activation
 from twell.ops import pack, screened, union
 from twell.ops.library import laid, new
-from twell.ops.operands import Layer, Views, run
+from twell.ops.operands import Layer, run
 from twell.runtime.program import Program
 
 
@@ -24,7 +24,7 @@ def union_layer(layer: Sequence[Any], compression: int = 8, activation: Activati
 
 
 def _union(p: Program, *given: Any) -> None:
-    union.launches(p, Views(*given[:8]), given[8:12], *given[12:])
+    union.launches(p, Layer(*given[:8]), given[8:12], *given[12:])
 
 
 def screened_layer(layer: Sequence[Any], compression: int = 8, activation: Activation = RELU) -> tuple[Tensor, ...]:
@@ -39,7 +39,7 @@ def screened_layer(layer: Sequence[Any], compression: int = 8, activation: Activ
 
 
 def _screened(p: Program, *given: Any) -> None:
-    screened.launches(p, Views(*given[:8]), given[8], given[9:14], *given[14:])
+    screened.launches(p, Layer(*given[:8]), given[8], given[9:14], *given[14:])
 
 
 def quantised(rows: Tensor, weights: bool) -> tuple[Tensor, ...]:

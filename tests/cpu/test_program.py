@@ -62,7 +62,7 @@ def test_kernels_get_operands_views_scratch_and_numbers(seen: Seen) -> None:
     out = p.operand(F32, 2, 3, 8)
     aside = p.scratch(I32, 4, 8)
     p.launch(ONE, x, x.part(2, 5), x.t(), aside, aside.part(1, 3), -(2**62), None, -0.1)
-    p.launch(TWO, aside, out.matrix(), out.at(32, torch.int16, 4, 8), aside.cast(F32), -1)
+    p.launch(TWO, aside, out.matrix(), out.at(32, torch.int16, 4, 8), aside._replace(dtype=F32), -1)
     ran = p.compiled()
     x_given, out_given = torch.zeros(6, 24, dtype=BF16)[:, :16], torch.zeros(2, 3, 8)
     for _ in range(2):

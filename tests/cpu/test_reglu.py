@@ -47,7 +47,7 @@ def test_kernels_get_the_arguments_that_they_are_compiled_for(
     assert backward[0].data_ptr() == dh.data_ptr()
     written = [forward[-1], *backward[-2:]]
     assert [t.data_ptr() for t in written] == [t.data_ptr() for t in (hidden, *gradients)]
-    module.on_cuda(gate[:0], up[:0]), module._backward_cuda(dh[:0], gate[:0], up[:0])
+    module.on_cuda(gate[:0], up[:0]), module._backward_cuda(dh[:0], gate[:0], up[:0], "relu", 0.0)
     assert len(launches) == 2
 
 

@@ -15,7 +15,7 @@ from twell import ops, testing
 from twell.base.activation import RELU, Activation
 from twell.choose.plan import Route
 from twell.ops import reference, screened
-from twell.ops.gate_pack import gate_on_cpu
+from twell.ops.hybrid_cpu import gate_on_cpu
 from twell.ops.operands import Layer
 from twell.runtime import device, screen
 
@@ -119,7 +119,7 @@ def test_no_gate_is_missed(k: int) -> None:
         x, w = rows(48, k).to(dtype), gaussian(96, k).to(dtype)
         product = (x.float() @ w.float().t()).nan_to_num(0, 0, 0)
         for bias in (None, (-product.median(0)[0]).to(dtype), torch.full((96,), 2.0**-24).to(dtype)):
-            gate = gate_on_cpu(x, w, bias, RELU)
+            gate = gate_on_cpu(Layer(x, w, None, None, bias), RELU)
             candidates = reference.gate_screen(*quantized(x, w), bias)
             assert not ((gate != 0) & ~candidates).any(), (rows, dtype)
 
@@ -128,7 +128,7 @@ def test_gates_far_below_zero_are_no_candidates() -> None:
     torch.manual_seed(0)
     x, w = torch.randn(128, 2048).to(BF16), torch.randn(512, 2048).to(BF16)
     bias = torch.full((512,), -110.0).to(BF16)
-    gate, candidates = gate_on_cpu(x, w, bias, RELU), reference.gate_screen(*quantized(x, w), bias)
+    gate, candidates = gate_on_cpu(Layer(x, w, None, None, bias), RELU), reference.gate_screen(*quantized(x, w), bias)
     # the error of the screen has a deviation of 0.4, and its bound is 11 such: the deviation of a gate is 45
     assert 0 < (gate != 0).sum() <= candidates.sum() < 1.4 * (gate != 0).sum()
 
@@ -304,7 +304,7 @@ def test_a_threshold_screens_as_well_as_a_bias(dtype: torch.dtype) -> None:
         threshold = shift * math.sqrt(k)
         p = testing.FFN(*(t.to(dtype) for t in draw))
         p = p if biased else p._replace(b_gate=None, b_up=None, b_down=None)
-        fires = gate_on_cpu(p.x, p.w_gate, p.b_gate, Activation("fatrelu", threshold)) != 0
+        fires = gate_on_cpu(Layer(*p), Activation("fatrelu", threshold)) != 0
         union = fires.view(-1, 128, n).any(1).sum(1)
         candidates = screened.count(p.x, p.w_gate, p.b_gate, Activation("fatrelu", threshold))
         shifted = draw[4] * biased - threshold

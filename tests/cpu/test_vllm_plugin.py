@@ -267,7 +267,7 @@ def test_kernels_are_tried_where_they_will_run(gated: bool, monkeypatch: pytest.
     def ffn(*call: Any) -> Any:
         """As the dispatcher has it, which takes these for a CPU's tensors."""
         layer = Layer(*call[:7])
-        check_layer(*call[:7])
+        check_layer(layer)
         given = dict(zip((argument.name for argument in schema.arguments), call))
         route = routed(Facts(**{name: given[name] for name in ("strategy", "screen", "invariant")}))
         layer = layer._replace(w_down=layer.w_down.t())

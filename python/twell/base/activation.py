@@ -19,7 +19,6 @@ NAMES = tuple(geometry.ACTIVATIONS)
 TOP_K = "topk"
 # of the largest gates of all tokens together
 BATCH_TOP_K = "batchtopk"
-# The same in words.
 NAMES_OF_FAMILY = {"relu": "ReLU", "relu2": "squared ReLU", "drelu": "dReLU", "fatrelu": "FATReLU"}
 
 
@@ -60,7 +59,6 @@ class Activation(NamedTuple):
         return isinstance(self.threshold, Tensor) and self.threshold.dim() == 1
 
     def code(self) -> int:
-        """The code of kernels that compute h."""
         return geometry.ACTIVATIONS["relu" if self.name == TOP_K else self.name]
 
     @property
@@ -134,7 +132,6 @@ def _is_seen(threshold: Tensor) -> bool:
 
 
 def _require_value(threshold: Tensor) -> None:
-    """ValueError unless thresholds that are seen are finite and at least 0."""
     if _is_seen(threshold):
         odd = threshold.detach()[~((threshold >= 0) & (threshold < math.inf))]
         if odd.numel():
@@ -155,10 +152,7 @@ def _level_of(threshold: Tensor, dtype: torch.dtype) -> Tensor:
 def activation_of(
     name: Any, threshold: Any = 0, gated: bool = True, by_neuron: bool = False, top_k: bool = False
 ) -> Activation:
-    """The activation of a layer, ``gated`` or not; TypeError or ValueError for anything else.
-
-    ``by_neuron``: whether a threshold may be a tensor [N]. ``top_k``: whether "topk" is one, with k for the threshold.
-    """
+    """The activation of a layer; with ``by_neuron`` a threshold may be [N], with ``top_k`` "topk" is one, too."""
     if top_k and name == TOP_K:
         if gated:
             raise ValueError('activation "topk" must be of a layer without a gate, got a gate')
@@ -195,12 +189,7 @@ def activation_of(
 
 
 # significant bits, and the exponent of the smallest normal number as math.frexp gives it
-_FORMATS = {
-    torch.float64: (53, -1021),
-    torch.float32: (24, -125),
-    torch.bfloat16: (8, -125),
-    torch.float16: (11, -13),
-}
+_FORMATS = {torch.float64: (53, -1021), torch.float32: (24, -125), torch.bfloat16: (8, -125), torch.float16: (11, -13)}
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:

@@ -12,18 +12,15 @@ def require(name: str, value: object, kinds: type | tuple[type, ...], expected: 
 
 
 def require_flag(name: str, value: object) -> None:
-    """Raise TypeError unless ``value`` is True or False."""
     require(name, value, bool, "True or False")
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise ValueError unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def require_integer(name: str, value: Any, low: int) -> None:
-    """Raise TypeError or ValueError unless ``value`` is an integer of at least ``low``."""
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
         raise TypeError(f"{name} must be an integer of at least {low}, got {_describe(value)}")
     if value < low:
@@ -31,7 +28,6 @@ def require_integer(name: str, value: Any, low: int) -> None:
 
 
 def require_positive(name: str, value: Any, high: float = math.inf) -> None:
-    """Raise TypeError or ValueError unless ``value`` is a finite number above 0 and at most ``high``."""
     expected = "a finite number above 0" if high == math.inf else f"a number above 0 and at most {high}"
     _require_real(name, value, expected)
     if not (math.isfinite(value) and 0 < value <= high):
@@ -39,7 +35,6 @@ def require_positive(name: str, value: Any, high: float = math.inf) -> None:
 
 
 def require_number(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raise TypeError or ValueError unless ``value`` is a finite number from ``low`` to ``high``."""
     expected = f"a finite number of at least {low}" if high == math.inf else f"a number from {low} to {high}"
     _require_real(name, value, expected)
     if not (math.isfinite(value) and low <= value <= high):

@@ -28,10 +28,7 @@ Run = Callable[..., "Tensor | None"]
 
 
 class How(NamedTuple):
-    """What is asked of a call beside its operands. strategy: a name or a site. of: the operator, "" for a function.
-
-    fast: of e4m3 weights, see ``twell.sparse_gated_ffn``.
-    """
+    """What is asked beside operands. strategy: a name or a site. fast: of e4m3. of: the operator, "" for a function."""
 
     activation: Activation
     strategy: Any = "auto"

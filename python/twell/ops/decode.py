@@ -10,32 +10,26 @@ import torch
 from twell.base.activation import Activation, threshold_pair
 from twell.choose import tuning
 from twell.ops.library import bias_view, down_rows
-from twell.ops.operands import Views, launched
+from twell.ops.operands import Layer, launched
 from twell.ops.pairs import all_rows
 from twell.runtime import specs
 from twell.runtime.program import Program, View
 
 
-def spec_of(p: Program, x: Any, kind: str) -> specs.DecodeSpec:
-    """The kernel for x [M, K], which ``tuning.decode`` has found before."""
+def _kernel(p: Program, x: Any, kind: str) -> tuple[specs.DecodeSpec, View, int]:
+    """The kernel for x [M, K], memory for the sums of its clusters, and their number."""
     spec = tuning.decode(x.dtype, *x.shape, kind, tuning.family(p.index))
     assert spec is not None
-    return spec
-
-
-def parts(p: Program, spec: specs.DecodeSpec) -> tuple[View, int]:
-    """Memory for the sums of clusters, and their number."""
     clusters = p.clusters(spec.cluster)
-    return p.scratch(torch.float32, clusters * spec.cluster * spec.columns * spec.tokens), clusters
+    return spec, p.scratch(torch.float32, clusters * spec.cluster * spec.columns * spec.tokens), clusters
 
 
-def launch(p: Program, layer: Views, y: View, activation: Activation) -> None:
+def launch(p: Program, layer: Layer, y: View, activation: Activation) -> None:
     """Launch what fills y [M, K]."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer
-    spec = spec_of(p, x, "plain" if w_up is None else "gated")
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer.unscaled
+    spec, sums, clusters = _kernel(p, x, "plain" if w_up is None else "gated")
     # the kernel that quantises tokens lets the next start when its own wait is over; a copy made below is of a weight
     early = int(bool(p.launches))
-    sums, clusters = parts(p, spec)
     first, down = launched(w_gate), launched(down_rows(p, w_down))
     # any matrix stands for an absent one
     matrices = *launched(x), *first, *(first if w_up is None else launched(w_up)), *down
@@ -57,8 +51,7 @@ def launch_experts(
     activation: Activation,
 ) -> None:
     """The same of routed experts [E, N, K] without a gate; and of a shared layer beside."""
-    spec = spec_of(p, x, "experts")
-    sums, clusters = parts(p, spec)
+    spec, sums, clusters = _kernel(p, x, "experts")
     (first, first_step), (down, down_step) = all_rows(w_up), all_rows(w_down)
     nothing = View(first.base, first.offset, first.dtype, (0, x.shape[1]), first.strides)
     beside = nothing if shared_up is None else shared_up, nothing if shared_down is None else shared_down

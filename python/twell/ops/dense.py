@@ -30,10 +30,7 @@ Between = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 def dense(
     layer: Layer, between: Between, merged: bool = False, see: Callable[[Tensor, Tensor], None] | None = None
 ) -> Tensor:
-    """y of a layer in 16 bits or wider, w_down [K, N]. ``see`` gets what ``between`` returns, before y is made.
-
-    merged: whether gate and up are one product.
-    """
+    """y of a layer in 16 bits or wider, w_down [K, N]. ``see`` gets what ``between`` returns, before y is made."""
     x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer.unscaled
     up: Any
     if merged:
@@ -52,10 +49,7 @@ def dense(
 
 
 def in_inference(layer: Layer, activation: Activation, seen: bool = True) -> Between:
-    """Between the products of a layer whose gate and up nothing else sees, unless the gate is given.
-
-    ``seen``: whether the gate is, behind it.
-    """
+    """Between the products where nothing else sees up, and nothing the gate, unless it is given or ``seen``."""
     inplace = layer.gate is None
     fused = inplace and fuses(layer, activation)
 
@@ -94,10 +88,7 @@ def totalled(
 
 
 def fuses(layer: Layer, activation: Activation, training: bool = False) -> bool:
-    """Whether ``reglu`` is the activation: for a large gate, unless the host is the limit, which it costs more.
-
-    It takes no threshold that is a tensor.
-    """
+    """Whether ``reglu`` is the activation: for a large gate, unless the host is the limit, which it costs more."""
     x, (n, k) = layer.x, layer.w_gate.shape
     if layer.w_up is None or isinstance(activation.threshold, Tensor) or not pays(x, (m := tokens_of(x)) * n):
         return False
@@ -105,10 +96,7 @@ def fuses(layer: Layer, activation: Activation, training: bool = False) -> bool:
 
 
 def as_torch(layer: Layer, between: Between, merged: bool = False) -> Run:
-    """What computes y of plain tensors like these, w_down [K, N].
-
-    merged: gate and up are one product where ``is_merged`` says so, of these tensors and of those of a call alike.
-    """
+    """What computes y of plain tensors like these, w_down [K, N]; gate and up as ``is_merged`` says if ``merged``."""
     few, one = merged and _may_merge(layer), merged and is_merged(layer)
     inner, dtype, device = layer.w_gate.shape, layer.x.dtype, layer.x.device
     n, k = inner

@@ -16,8 +16,8 @@ from twell.base.activation import RELU, Activation, threshold_pair
 from twell.choose import tuning
 from twell.ops import float8
 from twell.ops.float8 import E4M3, Float8
-from twell.ops.library import check, check_rank, has_rows, laid_bias, transpose
-from twell.ops.operands import Layer, Scaled, Views, run
+from twell.ops.library import REACH, aligned, check, check_rank, has_rows, transpose
+from twell.ops.operands import Layer, Scaled, run
 from twell.runtime import device, geometry, specs
 from twell.runtime.log import warn_once
 from twell.runtime.program import Program, View
@@ -25,8 +25,6 @@ from twell.runtime.program import Program, View
 # What values of rows, and products of ``torch._scaled_mm``, are multiples of.
 MULTIPLE = 16
 SCALES = ("x_scale", "gate_scale", "up_scale", "down_scale")
-# Bytes over which a matrix may be spread: kernels find rows by 32-bit offsets of 16 bytes.
-_REACH = 16 << 32
 
 
 def check_layer(layer: Layer) -> None:
@@ -40,10 +38,7 @@ def check_layer(layer: Layer) -> None:
         if matrix is not None:
             check_rank(name, matrix)
     k, n = layer.x.shape[1], layer.w_gate.shape[0]
-    if k % MULTIPLE or n % geometry.STATS_ROWS or not 0 < k <= specs.K_CLASSES[-1] or not 0 < n <= geometry.MAX_NEURONS:
-        limits = f"K a multiple of 16 up to {specs.K_CLASSES[-1]}, N one of 8 up to {geometry.MAX_NEURONS}"
-        raise ValueError(f"e4m3 weights must have {limits}, got K = {k}, N = {n}")
-    check_scaled(layer)
+    check_scaled(layer, "e4m3 weights", geometry.MAX_NEURONS)
     for name, bias, length in (("b_gate", layer.b_gate, n), ("b_up", layer.b_up, n), ("b_down", layer.b_down, k)):
         if bias is not None:
             check(name, bias, (length,), torch.bfloat16)
@@ -56,9 +51,12 @@ def require_no_scales(given: Any) -> None:
             raise ValueError(f"{name} must be None without down_scale, got a tensor")
 
 
-def check_scaled(layer: Any) -> None:
-    """Raise unless x, the weights and their scales fit each other, of a ``Layer`` or of experts [E, ...]."""
+def check_scaled(layer: Any, what: str, most: int) -> None:
+    """Raise unless x, weights and scales of a ``Layer`` or experts, ``what``, fit each other and the kernels."""
     (m, k), (*lead, n, _) = layer.x.shape, layer.w_gate.shape
+    if k % MULTIPLE or n % 8 or not 0 < k <= specs.K_CLASSES[-1] or not 0 < n <= most:
+        limits = f"K a multiple of {MULTIPLE} up to {specs.K_CLASSES[-1]}, N one of 8 up to {most}"
+        raise ValueError(f"{what} must have {limits}, got K = {k}, N = {n}")
     if layer.x.dtype == E4M3:
         if layer.x_scale is None:
             raise ValueError("x_scale must be given with an e4m3 x, got None")
@@ -95,17 +93,12 @@ def layer_of(
     return Layer(values, gate.values, of_up[0], down.values, *rest)
 
 
-def _weights(layer: Layer) -> tuple[Float8, Float8 | None, Float8, float8.Biases]:
-    """Gate, up and down [K, N] as records, and the biases."""
-    up = None if layer.w_up is None else Float8(layer.w_up, layer.up_scale)
-    down = Float8(layer.w_down, layer.down_scale)
-    return Float8(layer.w_gate, layer.gate_scale), up, down, (layer.b_gate, layer.b_up, layer.b_down)
-
-
 def on_cpu(layer: Layer, activation: Activation, rounded: bool) -> Tensor:
     """y of a sparse strategy; ``rounded``: whether h is."""
+    up = None if layer.w_up is None else Float8(layer.w_up, layer.up_scale)
+    weights = Float8(layer.w_gate, layer.gate_scale), up, Float8(layer.w_down, layer.down_scale)
     tokens = tokens_of(layer.x, layer.x_scale)
-    return float8.formula(tokens, *_weights(layer), activation, torch.float32, rounded).bfloat16()
+    return float8.formula(tokens, *weights, layer[4:7], activation, torch.float32, rounded).bfloat16()
 
 
 def laid(layer: Layer) -> Layer:
@@ -114,8 +107,8 @@ def laid(layer: Layer) -> Layer:
     if x.dim() > 2 and not x.is_contiguous():
         x = x.reshape(-1, x.shape[-1])
     rows = _readable("x", x), _readable("w_gate", w_gate), None if w_up is None else _readable("w_up", w_up)
-    scales: Any = {name: laid_bias(getattr(layer, name)) for name in SCALES}
-    return Layer(*rows, _readable("w_down", w_down.t()).t(), *map(laid_bias, biases), **scales)
+    scales: Any = {name: aligned(getattr(layer, name)) for name in SCALES}
+    return Layer(*rows, _readable("w_down", w_down.t()).t(), *map(aligned, biases), **scales)
 
 
 def _readable(name: str, matrix: Tensor) -> Tensor:
@@ -123,7 +116,8 @@ def _readable(name: str, matrix: Tensor) -> Tensor:
     if matrix.dtype == E4M3:
         matrix = matrix.view(torch.uint8)
     flat = matrix if matrix.dim() == 2 else matrix.view(-1, matrix.shape[-1])
-    near = flat.shape[0] * flat.stride(0) <= _REACH
+    # of values of two bytes as many
+    near = flat.shape[0] * flat.stride(0) <= 2 * REACH
     if has_rows(flat) and flat.stride(0) * flat.itemsize % MULTIPLE == 0 and near:
         return matrix
     if name == "w_down":
@@ -134,7 +128,7 @@ def _readable(name: str, matrix: Tensor) -> Tensor:
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
-def views(p: Program, given: Layer, fast: bool) -> Views:
+def views(p: Program, given: Layer, fast: bool) -> Layer:
     """The layer in a program that begins with tokens in e4m3."""
     x, w_gate, w_up, w_down, *biases = given[:7]
     x = x.matrix()
@@ -144,10 +138,7 @@ def views(p: Program, given: Layer, fast: bool) -> Views:
         tokens = Scaled(p.scratch(torch.uint8, *x.shape), p.scratch(torch.float32, x.shape[0]), fast)
         quantise(p, x, given.x_scale, tokens.values, tokens.scale)
     up = None if w_up is None else Scaled(w_up, given.up_scale)
-    return Views(tokens, Scaled(w_gate, given.gate_scale), up, Scaled(w_down, given.down_scale), *biases)
-
-
-# Dense products
+    return Layer(tokens, Scaled(w_gate, given.gate_scale), up, Scaled(w_down, given.down_scale), *biases)
 
 
 def dense(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Tensor | None]:
@@ -165,7 +156,7 @@ def dense(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Ten
 def _dense(layer: Layer, activation: Activation, fast: bool) -> tuple[Tensor, Tensor]:
     x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer.unscaled
     by_kernels = x.is_cuda and not len(w_gate) % MULTIPLE and device.capability(x.device.index) == device.SM_90
-    scale = None if layer.x_scale is None else laid_bias(layer.x_scale)
+    scale = aligned(layer.x_scale)
     if not by_kernels:
         tokens: tuple[Tensor, Tensor] = tokens_of(x, scale)
     elif x.dtype == E4M3 and scale is not None:

@@ -20,7 +20,7 @@ and "row". ``activation`` and ``threshold`` are the layer's. y is [T, K]. On a C
 or of E or more raises ValueError; on a GPU "auto" is as in ``twell.sparse_experts``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,33 +30,18 @@ from torch import Tensor
 from twell.base.activation import Activation, activation_of
 from twell.base.arguments import require_choice
 from twell.choose import tuning
-from twell.ops import decode, e4m3, float8, hybrid_cpu
+from twell.ops import decode, e4m3, float8, hybrid_cpu, pairs
 from twell.ops.float8 import E4M3, NO_BIASES, Float8
-from twell.ops.gate_pack import gate_on_cpu
-from twell.ops.library import ACTIVATION, check, check_matrix, check_rank, register, rows, transpose
-from twell.ops.operands import run
-from twell.ops.pairs import (
-    SCALE_BYTES,
-    add_up,
-    aligned,
-    check_ids,
-    check_routes,
-    is_readable,
-    laid_tokens,
-    launches,
-    order,
-    slabs,
-)
+from twell.ops.hybrid_cpu import gate_on_cpu
+from twell.ops.library import ACTIVATION, aligned, check, check_matrix, check_rank, register, rows, transpose
+from twell.ops.operands import Layer, run
 from twell.runtime import geometry, modes, specs
 
-STRATEGIES = ("auto", "dense", "row")
 # The grouped products of PyTorch take fewer groups than this.
 _GROUPS = 1024
 
 
 class Experts(NamedTuple):
-    """The operands of the schema."""
-
     x: Any
     w_gate: Any
     w_up: Any
@@ -77,20 +62,27 @@ class Experts(NamedTuple):
 
 def require_how(strategy: str, invariant: bool) -> None:
     """Raise ValueError unless a call may be asked to run so."""
-    require_choice("strategy", strategy, STRATEGIES)
+    require_choice("strategy", strategy, ("auto", "dense", "row"))
     if invariant and strategy == "dense":
         raise ValueError('strategy must be "auto" or "row" with invariant=True, got "dense"')
 
 
-def _fake(*arguments: Any) -> Tensor:
-    given, (compression, strategy, name, threshold, invariant) = _given(arguments)
-    require_how(strategy, invariant)
-    geometry.words_per_tile(compression)
-    dtype = torch.bfloat16 if given.scaled else given.x.dtype
-    activation_of(name, threshold, given.w_up is not None).level(dtype)
-    _check(given, strategy, invariant)
-    y: Tensor = given.x.new_empty(given.x.shape, dtype=dtype)
-    return y
+def _checked(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function of the schema's arguments: it checks them, and gives ``compute`` uninitialised y, too."""
+
+    def checked(*arguments: Any) -> Tensor:
+        given, how = Experts(*arguments[:6], *arguments[11:]), arguments[6:11]
+        compression, strategy, name, threshold, invariant = how
+        require_how(strategy, invariant)
+        geometry.words_per_tile(compression)
+        dtype = torch.bfloat16 if given.scaled else given.x.dtype
+        activation = activation_of(name, threshold, given.w_up is not None)
+        activation.level(dtype)
+        _check(given, strategy, invariant)
+        y = given.x.new_empty(given.x.shape, dtype=dtype)
+        return compute(given, y, compression, strategy, activation, invariant)
+
+    return checked
 
 
 def _check(given: Experts, strategy: str, invariant: bool) -> None:
@@ -109,11 +101,7 @@ def _check(given: Experts, strategy: str, invariant: bool) -> None:
             raise NotImplementedError("experts of e4m3 weights take no shared layer, got one")
         if given.gate_scale is None:
             raise ValueError("gate_scale must be given with down_scale, got None")
-        most_k, most_n = specs.K_CLASSES[-1], geometry.LONGEST_SUM["bfloat16"]
-        if n % 8 or k % e4m3.MULTIPLE or not 0 < n <= most_n or not 0 < k <= most_k:
-            limits = f"K a multiple of {e4m3.MULTIPLE} up to {most_k}, N one of 8 up to {most_n}"
-            raise ValueError(f"experts of e4m3 weights must have {limits}, got K = {k}, N = {n}")
-        e4m3.check_scaled(given)
+        e4m3.check_scaled(given, "experts of e4m3 weights", geometry.LONGEST_SUM["bfloat16"])
         if strategy == "row" and w_up is not None:
             raise NotImplementedError('"row" takes experts of e4m3 weights without a gate, got one; "dense" takes them')
     else:
@@ -128,15 +116,13 @@ def _check(given: Experts, strategy: str, invariant: bool) -> None:
             check_matrix("shared_up", shared_up)
             for name, weight in (("shared_up", shared_up), ("shared_down", shared_down)):
                 check(name, weight, (len(shared_up), k), x.dtype)
-    check_routes("ids", ids, (t,), count)
+    pairs.check_routes("ids", ids, (t,), count)
     check("weights", weights, tuple(ids.shape), torch.float32)
 
 
-def _cpu(*arguments: Any) -> Tensor:
-    y = _fake(*arguments)
-    given, (_, strategy, name, threshold, invariant) = _given(arguments)
-    check_ids("ids", given.ids, len(given.w_gate))
-    activation = activation_of(name, threshold)
+@_checked
+def _cpu(given: Experts, y: Tensor, _: int, strategy: str, activation: Activation, invariant: bool) -> Tensor:
+    pairs.check_ids("ids", given.ids, len(given.w_gate))
     if given.scaled:
         return y.copy_(_sums_of_e4m3(given, activation, strategy == "row"))
     if strategy == "dense" or (strategy == "auto" and not invariant):
@@ -147,19 +133,15 @@ def _cpu(*arguments: Any) -> Tensor:
     return _with_shared(y.copy_(_sums(routed, activation, False)), given, activation)
 
 
-def _given(arguments: Sequence[Any]) -> tuple[Experts, Sequence[Any]]:
-    """The operands among the arguments of the schema, and the others."""
-    return Experts(*arguments[:6], *arguments[11:]), arguments[6:11]
-
-
 def _sums(given: Experts, activation: Activation, rounds: bool) -> Tensor:
     """y in fp32, of gates that are rounded, and hidden states that are once they are weighted, or not."""
     x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down, *_ = given
     y = torch.zeros(x.shape, dtype=torch.float32, device="cpu")
 
     def add(tokens: Tensor, first: Tensor, second: Tensor | None, down: Tensor, weight: Tensor) -> None:
-        gate = gate_on_cpu(x[tokens], first, None, Activation("fatrelu", activation.threshold)).float()
-        up = None if second is None else hybrid_cpu.project(x[tokens], second, None)
+        own = Layer(x[tokens], first, None, None)
+        gate = gate_on_cpu(own, Activation("fatrelu", activation.threshold)).float()
+        up = None if second is None else hybrid_cpu.project(own.x, second, None)
         hidden = activation.hidden(gate, up).masked_fill(gate == 0, 0) * weight[:, None]
         if rounds:
             # one pass has no h where the gate is zero, whatever the weight
@@ -197,10 +179,10 @@ def _sums_of_e4m3(given: Experts, activation: Activation, by_row: bool) -> Tenso
     return y
 
 
-def _cuda(*arguments: Any) -> Tensor:
-    y = _fake(*arguments)
-    given, (compression, strategy, name, threshold, invariant) = _given(arguments)
-    activation = activation_of(name, threshold)
+@_checked
+def _cuda(
+    given: Experts, y: Tensor, compression: int, strategy: str, activation: Activation, invariant: bool
+) -> Tensor:
     x, w_gate, w_up, w_down, ids, weights, shared_up, shared_down, x_scale, gate_scale, _, down_scale = given
     if not x.numel():
         return y
@@ -210,7 +192,7 @@ def _cuda(*arguments: Any) -> Tensor:
     if strategy == "auto" and not invariant:
         few = one_pass or tuning.experts_by_row(len(x), ids.shape[1], len(w_gate), w_up is not None, given.scaled)
         # weights in another layout would be copied; other dense products let the host wait
-        readable = all(is_readable(weight) for weight in (w_gate, w_up, w_down) if weight is not None)
+        readable = all(pairs.is_readable(weight) for weight in (w_gate, w_up, w_down) if weight is not None)
         # gated ones of e4m3 have no kernels
         able = family == specs.SM90 and readable and (w_up is None or not given.scaled)
         strategy = "row" if able and (few or (waits and not given.scaled)) else "dense"
@@ -223,14 +205,14 @@ def _cuda(*arguments: Any) -> Tensor:
             return y.copy_(_sums_of_e4m3(given, activation, False))
     if family != specs.SM90:
         raise NotImplementedError('experts have kernels for sm_90a alone; strategy="dense" runs everywhere')
-    first, down, routes = slabs(w_gate), slabs(w_down), (aligned(ids), aligned(weights))
+    first, down, routes = pairs.slabs(w_gate), pairs.slabs(w_down), (aligned(ids), aligned(weights))
     if one_pass:
         shared = (None, None) if shared_up is None else (rows(shared_up), rows(shared_down))
         run(decode.launch_experts, (rows(x), first, down, *routes, *shared, y), activation)
         return y
-    of_first, up, of_down = aligned(gate_scale), None if w_up is None else slabs(w_up), aligned(down_scale)
-    operands = *laid_tokens(x, x_scale), first, of_first, up, down, of_down, *routes, y
-    run(launches, operands, compression, activation, invariant)
+    of_first, up, of_down = aligned(gate_scale), None if w_up is None else pairs.slabs(w_up), aligned(down_scale)
+    operands = *pairs.laid_tokens(x, x_scale), first, of_first, up, down, of_down, *routes, y
+    run(pairs.launches, operands, compression, activation, invariant)
     return _with_shared(y, given, activation)
 
 
@@ -249,9 +231,6 @@ def _with_shared(y: Tensor, given: Experts, activation: Activation) -> Tensor:
         return y
     hidden = activation.hidden(activation.after(F.linear(given.x, given.shared_up)), None)
     return torch.addmm(y, hidden, given.shared_down)
-
-
-# Grouped products
 
 
 def dense(given: Experts, activation: Activation) -> Tensor:
@@ -283,9 +262,9 @@ def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tenso
     x, w_gate, w_up, w_down, ids, weights, *_, gate_scale, up_scale, down_scale = given
     (count, _, k), number, ids, weights = w_gate.shape, ids.numel(), aligned(ids), aligned(weights)
     places, ends = (torch.empty(size, dtype=torch.int32, device=x.device) for size in (number, count))
-    width, dtype = (k + SCALE_BYTES, torch.uint8) if given.scaled else (k, x.dtype)
+    width, dtype = (k + pairs.SCALE_BYTES, torch.uint8) if given.scaled else (k, x.dtype)
     gathered: Any = torch.empty(number, width, dtype=dtype, device=x.device)
-    run(order, (*laid_tokens(x, given.x_scale), ids, gathered, places, ends))
+    run(pairs.order, (*pairs.laid_tokens(x, given.x_scale), ids, gathered, places, ends))
     if given.scaled:
         scale = gathered[:, k : k + 4].contiguous().view(torch.float32)[:, 0]
         gathered, w_gate = Float8(gathered[:, :k].view(E4M3), scale), w_gate.contiguous()
@@ -294,13 +273,12 @@ def _dense_on_hopper(given: Experts, activation: Activation, y: Tensor) -> Tenso
     up = None if w_up is None else _grouped(gathered, w_up.transpose(1, 2), ends, up_scale)
     if given.scaled:
         if w_down.stride(1) != 1:
-            # stored by rows of neurons, and read along neurons here
             flat = w_down.contiguous().view(-1, k)
             w_down = transpose(flat, flat.new_empty(k, len(flat))).view(k, count, -1).permute(1, 2, 0)
         hidden: Any = Float8(*e4m3.hidden_in_float8(gate, up, activation))
     else:
         hidden = activation.hidden(activation.after(gate, inplace=True), up)
-    run(add_up, (_grouped(hidden, w_down, ends, down_scale), places, weights, y))
+    run(pairs.add_up, (_grouped(hidden, w_down, ends, down_scale), places, weights, y))
     return y
 
 
@@ -317,10 +295,7 @@ def _never_waits(values: Tensor, weights: Tensor) -> bool:
 
 
 def _grouped(values: Any, weights: Tensor, ends: Tensor, scale: Tensor | None = None) -> Tensor:
-    """values [P, C] of each expert, which end at ``ends`` [E], times weights [E, C, D] -> [P, D].
-
-    ``scale`` [E, D]: of e4m3 weights, whose values are a record; the products are bfloat16.
-    """
+    """values [P, C] of each expert, ended by ``ends`` [E], times weights [E, C, D]; ``scale`` [E, D] of e4m3."""
     if scale is not None:
         how: Any = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": True}
         made: Tensor = torch._scaled_grouped_mm(values.values, weights, values.scale, scale.contiguous(), **how)
@@ -374,7 +349,7 @@ experts = register(
     "experts(Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor ids, Tensor weights, int compression, "
     f"str strategy, {ACTIVATION}, bool invariant=False, Tensor? shared_up=None, Tensor? shared_down=None, "
     "Tensor? x_scale=None, Tensor? gate_scale=None, Tensor? up_scale=None, Tensor? down_scale=None) -> Tensor",
-    fake=_fake,
+    fake=_checked(lambda given, y, *_: y),
     cpu=_cpu,
     cuda=_cuda,
 )

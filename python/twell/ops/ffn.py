@@ -37,22 +37,11 @@ from twell.choose.cards import imposed_on_call
 from twell.choose.plan import Facts, Route, routed
 from twell.choose.rates import SCREENED
 from twell.choose.site import AutoStrategy, found, site_of, without_site
-from twell.ops import calls, decode, dense, e4m3, screened, union
+from twell.ops import calls, decode, dense, e4m3, library, screened, union
 from twell.ops.calls import Run
-from twell.ops.gate_pack import gate_on_cpu, pack
-from twell.ops.library import (
-    ABSENT,
-    ACTIVATION,
-    Implementation,
-    Shape,
-    are_rows,
-    check_operands,
-    has_rows,
-    laid,
-    new,
-    register,
-)
-from twell.ops.operands import Form, Layer, Place, Views, has_thresholds, opened, present
+from twell.ops.gate_pack import pack
+from twell.ops.hybrid_cpu import gate_on_cpu
+from twell.ops.operands import Form, Layer, Place, has_thresholds, opened, present
 from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
 from twell.ops.slices import Added, is_sliced, require_sliceable
@@ -131,10 +120,10 @@ def _place_of_y(layer: Layer) -> Place:
 
 def _laid(layer: Layer) -> Layer:
     """``layer``, w_down [K, N], with copies of the operands that kernels cannot read in place."""
-    return e4m3.laid(layer) if layer.scaled else laid(layer)
+    return e4m3.laid(layer) if layer.scaled else library.laid(layer)
 
 
-def _program(form: Form, fast: bool) -> tuple[Program, Views, View | None, View]:
+def _program(form: Form, fast: bool) -> tuple[Program, Layer, View | None, View]:
     """A program, views of its layer and of the screen's bias, and y."""
     p, given = form.program()
     *operands, firing = given
@@ -142,7 +131,7 @@ def _program(form: Form, fast: bool) -> tuple[Program, Views, View | None, View]
     if layer.scaled:
         views = e4m3.views(p, layer, fast)
     else:
-        views = Views(None if layer.x is None else layer.x.matrix(), *layer.unscaled[1:])
+        views = Layer(None if layer.x is None else layer.x.matrix(), *layer.unscaled[1:])
     shape = (layer.gate.shape[0], views.w_down.shape[0]) if layer.x is None else layer.x.shape
     return p, views, firing, p.operand(tuning.stored(views.w_down.dtype), *shape).matrix()
 
@@ -175,29 +164,21 @@ def _chosen(layer: Layer, activation: Activation, route: Route, site: Tensor | N
     if tokens is None:
         # what has its shape
         tokens = layer.gate[:, :1].expand(len(layer.gate), layer.w_down.shape[1])
-    n, gated, training, copied, merged, one_pass = _asked_by(layer, activation, fast)
+    n, gated = layer.w_down.shape[0], layer.w_up is not None
+    copied = not layer.scaled and not library.are_rows(layer.w_down.shape, layer.w_down.stride())
+    one_pass = layer.gate is None and not activation.k and (fast or layer.plain)
     if site is None:
-        return without_site(tokens, n, gated, training, copied, one_pass, layer.scaled)
-    found = site_of(site, route.screen).begin(tokens, n, gated, training, copied, merged, one_pass, layer.scaled)
+        return without_site(tokens, n, gated, False, copied, one_pass, layer.scaled)
+    merged = layer.plain and dense.is_merged(layer)
+    found = site_of(site, route.screen).begin(tokens, n, gated, False, copied, merged, one_pass, layer.scaled)
     # a site that others share may know the screen
     return found if layer.plain else found._replace(screen=False)
-
-
-def _asked_by(layer: Layer, activation: Activation, fast: bool) -> tuple[int, bool, bool, bool, bool, bool]:
-    """What a site is asked by, after x: w_down is [N, K]."""
-    copied = not layer.scaled and not are_rows(layer.w_down.shape, layer.w_down.stride())
-    merged = layer.plain and dense.is_merged(layer)
-    one_pass = layer.gate is None and not activation.k and (fast or layer.plain)
-    return layer.w_down.shape[0], layer.w_up is not None, False, copied, merged, one_pass
 
 
 def on_cuda(
     layer: Layer, compression: int, activation: Activation, route: Route, totals: bool, fast: bool = True
 ) -> _Totals:
-    """The operators on the current device, for a call with a route; l1 and nonzeros are for ``totals``.
-
-    w_down is [K, N], and x may have any leading dimensions.
-    """
+    """The operators on the current device by a known route; w_down [K, N], x [..., K]; figures are for ``totals``."""
     family = tuning.family(layer.w_down.device.index)
     return _run(_sparse_on_cuda, family, layer, compression, activation, route, totals, fast)
 
@@ -235,14 +216,11 @@ def _check(layer: Layer, invariant: bool, totals: bool) -> None:
     e4m3.require_no_scales(layer)
     if layer.gate is not None and invariant:
         raise NotImplementedError("invariant=True goes with a gate that the layer computes, got a given one")
-    check_operands(layer)
+    library.check_operands(layer)
 
 
-def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) -> list[Implementation]:
-    """``ffn`` and ``ffn_aux`` as functions of the schema's arguments; those of fake tensors have nothing to compute.
-
-    remembers: whether kinds of calls become known.
-    """
+def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) -> list[library.Implementation]:
+    """``ffn`` and ``ffn_aux`` of the schema's arguments; fake ones have no ``compute``. remembers: kinds of calls."""
 
     def run(totals: bool, *arguments: Any) -> _Totals:
         compression, strategy, site, *how = arguments[7:14]
@@ -305,22 +283,17 @@ def _sparse_on_cpu(layer: Layer, compression: int, activation: Activation, route
     rounded = route.strategy != "row"
     if layer.scaled:
         return e4m3.on_cpu(layer, activation, rounded), None, None, None, None
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, given = layer.unscaled
-    if given is None:
-        gate = gate_on_cpu(x, w_gate, b_gate, activation)
-    else:
-        gate = activation.after(given, inplace=False)
-    return *behind_on_cpu(gate, x, w_up, w_down.t(), b_up, b_down, activation, rounded), None
+    return *behind_on_cpu(gate_on_cpu(layer, activation), layer, activation, rounded), None
 
 
 @kept
 def _pass(
     form: Form, route: str, compression: int, activation: Activation, counted: bool, fast: bool
-) -> tuple[Executable, tuple[Shape, ...]]:
+) -> tuple[Executable, tuple[library.Shape, ...]]:
     """What runs a sparse ``route``, and the shapes of its figures: operands behind y if ``counted``, else scratch."""
     p, layer, firing, y = _program(form, fast)
     m, n = y.shape[0], layer.w_down.shape[1]
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[library.Shape, ...] = ()
     if route == _ONE_PASS:
         decode.launch(p, layer, y, activation)
         return p.compiled(), shapes
@@ -342,15 +315,9 @@ def _pass(
 
 
 def _by_row(
-    p: Program,
-    layer: Views,
-    results: Sequence[View],
-    compression: int,
-    activation: Activation,
-    invariant: bool,
+    p: Program, layer: Layer, results: Sequence[View], compression: int, activation: Activation, invariant: bool
 ) -> None:
-    """Strategy "row"."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer
+    x, w_gate, w_up, w_down, b_gate, _, _, gate = layer.unscaled
     y, l1, stats = results
     words, spill, _ = (p.scratch(*shape) for shape in packed_shapes(y.dtype, y.shape[0], w_down.shape[1], compression))
     counted, packed = counters(p, y if x is None else x, w_up is not None, invariant), (words, spill, stats)
@@ -358,7 +325,7 @@ def _by_row(
         zeroed = pack(p, x, w_gate, b_gate, *packed, compression, activation, invariant, counted)
     else:
         zeroed = pack_gate(p, gate, *packed, compression, activation, counted)
-    multiply(p, x, words, spill, w_up, w_down, b_up, b_down, y, l1, compression, activation, zeroed, stats)
+    multiply(p, layer, packed, y, l1, compression, activation, zeroed)
 
 
 def inference_of(
@@ -383,7 +350,7 @@ def inference_of(
     # a layer that copies the down weight may lay it by rows at its next call
     given = _laid(layer)
     copied = [a is not None and (a.data_ptr(), a.shape) != (b.data_ptr(), b.shape) for a, b in zip(layer, given)]
-    if any(copied) or not has_rows(layer.w_down.t()):
+    if any(copied) or not library.has_rows(layer.w_down.t()):
         return None
     if route.screen:
         screened.require(x.device, "torch.ops.twell.ffn with screen=True")
@@ -419,15 +386,15 @@ def _sparse_on_cuda(
         firing = screened.firing_bias(layer.w_gate, layer.b_gate, activation)
     given = *_laid(layer), firing
     run, shapes = _pass(Form.of(given), route.name, compression, activation, counted, fast)
-    figures = new(like, shapes) if counted else []
+    figures = library.new(like, shapes) if counted else []
     run(*present(given), y, *figures)
     return y, *figures, *[None] * (4 - len(figures))
 
 
-_CHOICES = "bool screen=False, bool invariant=False, Tensor? gate=None"
-_SCALES = "Tensor? x_scale=None, Tensor? gate_scale=None, Tensor? up_scale=None, Tensor? down_scale=None"
 _ARGUMENTS = (
-    f"{ABSENT}, int compression, str strategy, Tensor? site, {ACTIVATION}, {_CHOICES}, {_SCALES}, bool fast_accum=True"
+    f"{library.LAYER}, int compression, str strategy, Tensor? site, {library.ACTIVATION}, bool screen=False, "
+    "bool invariant=False, Tensor? gate=None, Tensor? x_scale=None, Tensor? gate_scale=None, Tensor? up_scale=None, "
+    "Tensor? down_scale=None, bool fast_accum=True"
 )
 
 _on_cuda = _operators(on_cuda, remembers=True)
@@ -435,7 +402,7 @@ _on_cuda = _operators(on_cuda, remembers=True)
 direct = _on_cuda[0]
 
 ffn, ffn_aux = (
-    register(schema, fake=fake, cpu=cpu, cuda=cuda)
+    library.register(schema, fake=fake, cpu=cpu, cuda=cuda)
     for schema, fake, cpu, cuda in zip(
         (f"ffn({_ARGUMENTS}) -> Tensor", f"ffn_aux({_ARGUMENTS}) -> (Tensor y, Tensor l1, Tensor nonzeros)"),
         _operators(None),

@@ -24,7 +24,6 @@ from twell.runtime import modes
 
 Granularity = Literal["tensor", "row", "block"]
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "block")
-# of gate, up and down
 Biases = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_BIASES: Biases = (None, None, None)
 
@@ -78,10 +77,7 @@ class Float8(NamedTuple):
 
 
 def checked(name: str, record: Float8) -> Float8:
-    """A record whose scale has one of the shapes of ``Float8``; made by ``float8``, whose errors name it, of another.
-
-    On a CPU the values of scales are checked, too.
-    """
+    """``record`` if its scale is as in ``Float8``; of another, and on a CPU, by ``float8``, whose errors name it."""
     values, scale = record
     shapes = scale.shape == values.shape[:-2], scale.shape == values.shape[:-1]
     if any(shapes) and values.dtype == E4M3 and scale.dtype == torch.float32 and scale.device.type != "cpu":
@@ -195,10 +191,8 @@ def formula(
 ) -> Tensor:
     """The layer's formula, y [M, K] of ``dtype``, in which all is computed but the gate, which is bfloat16. Slow.
 
-    rounded: whether h is rounded to bfloat16, as "union" does.
-
-    x: tokens with a scale each, or one for all. In float64 sums over K are exact, except with blocks. A NaN in ``up``
-    or ``down`` reaches the tokens that fire its neuron.
+    x: tokens with a scale each, or one for all. rounded: whether h is rounded to bfloat16, as "union" does. In float64
+    sums over K are exact, except with blocks. A NaN in ``up`` or ``down`` reaches the tokens that fire its neuron.
     """
     b_gate, b_up, b_down = biases
     fired = activation.after(product(x, gate, b_gate, dtype).bfloat16())

@@ -12,58 +12,36 @@ from torch import Tensor
 
 from twell.base.activation import Activation, activation_of, threshold_pair
 from twell.choose import tuning
-from twell.ops.library import Shape, bias_view, check_layer, laid_bias, new, register, rows
-from twell.ops.operands import Layer, Scaled, bias_alone, has_thresholds, launched, opened, run
-from twell.ops.pack import Packed, fill_on_cpu, find_levels, pack_gate
-from twell.ops.pack import shapes as packed_shapes
+from twell.ops.hybrid_cpu import gate_on_cpu
+from twell.ops.library import aligned, bias_view, check_layer, new, register, rows
+from twell.ops.operands import Layer, Scaled, bias_alone, has_thresholds, launched, run
+from twell.ops.pack import Packed, fill_on_cpu, find_levels, pack_gate, shapes
 from twell.runtime import geometry, specs
 from twell.runtime.program import Program, View
 
 
 def outputs(x: Tensor, w_gate: Tensor, compression: int) -> Packed:
     """Uninitialised words int32 [M, T*W], spill [M, T*256] of x's dtype, stats int32 [ceil(M/8), T, 2]."""
-    words, spill, stats = new(x, shapes(x, x.shape[0], w_gate, compression))
+    words, spill, stats = new(x, shapes(x.dtype, x.shape[0], w_gate.shape[0], compression))
     return words, spill, stats
 
 
-def shapes(
-    x: Tensor | View | Scaled, m: int, w_gate: Tensor | View | Scaled, compression: int
-) -> tuple[Shape, Shape, Shape]:
-    """Of words, spill and stats of ``m`` tokens."""
-    return packed_shapes(tuning.stored(x.dtype), m, w_gate.shape[0], compression)
-
-
-def scratch(p: Program, x: View | Scaled, m: int, w_gate: View | Scaled, compression: int) -> tuple[View, View]:
-    """words and spill for ``m`` tokens as scratch of a program."""
-    words, spill, _ = shapes(x, m, w_gate, compression)
-    return p.scratch(*words), p.scratch(*spill)
-
-
 def _fake(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
-    check_layer(x, w_gate, b_gate=b_gate)
+    check_layer(Layer(x, w_gate, None, None, b_gate))
     activation_of("fatrelu", threshold).level(x.dtype)
     return outputs(x, w_gate, compression)
 
 
 def _cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
     packed = _fake(x, w_gate, b_gate, compression, threshold)
-    return fill_on_cpu(packed, gate_on_cpu(x, w_gate, b_gate, Activation("fatrelu", threshold)), compression)
-
-
-def gate_on_cpu(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activation) -> Tensor:
-    """The gate [M, N] of x's dtype, after its activation."""
-    # w_gate stands in for the down weight, which is not read
-    layer, activation = opened(Layer(x, w_gate, None, w_gate, b_gate), activation)
-    accumulator = x.float() @ w_gate.float().t()
-    if layer.b_gate is not None:
-        accumulator += layer.b_gate.float()
-    return activation.after(accumulator.to(x.dtype))
+    gate = gate_on_cpu(Layer(x, w_gate, None, None, b_gate), Activation("fatrelu", threshold))
+    return fill_on_cpu(packed, gate, compression)
 
 
 def _cuda(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, compression: int, threshold: float = 0.0) -> Packed:
     packed = _fake(x, w_gate, b_gate, compression, threshold)
     if len(x):
-        given = rows(x), rows(w_gate), laid_bias(b_gate), *packed
+        given = rows(x), rows(w_gate), aligned(b_gate), *packed
         run(pack, given, compression, activation_of("fatrelu", threshold))
     return packed
 

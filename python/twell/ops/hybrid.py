@@ -31,7 +31,7 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, threshold_pair
 from twell.choose import tuning
-from twell.ops.library import STRIDE_MULTIPLE, bias_view, check, check_operands, down_rows
+from twell.ops.library import bias_view, check, check_operands, down_rows
 from twell.ops.operands import Gradients, bias_alone
 from twell.runtime import geometry, specs
 from twell.runtime.program import Program, View
@@ -49,10 +49,7 @@ class Kept(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """The operands of both operators of backward: dy [M, K], dl1 (0-d or None), the layer without b_down and ``kept``.
-
-    They are tensors, w_down [N, K], or views of a program, w_down [K, N].
-    """
+    """What both operators of backward take, tensors or views: dy [M, K], dl1 (0-d or None), no b_down, and ``kept``."""
 
     dy: Any
     dl1: Any
@@ -100,10 +97,7 @@ def words_of_slice(x: Tensor | View, n: int, gated: bool, held: int = 0) -> int:
 
 
 def split(kept: Tensor, x: Tensor, n: int, gated: bool) -> list[tuple[int, int, Tensor, int]]:
-    """(first, end, kept, held) of the slices of ``n`` neurons; ValueError if ``kept`` is not of such a layer.
-
-    held: non-zeros per token for which the ``kept`` of a slice has room, as it is for a layer of its own.
-    """
+    """(first, end, kept, held) of the slices of ``n`` neurons; a slice has room for ``held`` non-zeros per token."""
     if len(kept.shape) != 1:
         raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
     slices = geometry.neuron_slices(n)
@@ -169,8 +163,7 @@ def sizes(kept: Tensor, m: int) -> Tensor:
 
 def unions(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
     """How many of ``n`` neurons each tile of the tokens ``x`` [M, ...] fires; meaningless in over-full batches."""
-    found = torch.stack([sizes(own, x.shape[0])[:-1] for _, _, own, _ in split(kept, x, n, gated)])
-    return found.sum(0)
+    return torch.stack([sizes(own, x.shape[0])[:-1] for _, _, own, _ in split(kept, x, n, gated)]).sum(0)
 
 
 def firing(kept: Tensor, x: Tensor, n: int, gated: bool) -> Tensor:
@@ -188,30 +181,10 @@ def check_backward(given: Backward) -> None:
     check("dy", dy, (tokens.shape[0], k), tokens.dtype)
     if dl1 is not None:
         check("dl1", dl1, (), torch.float32)
-    if layer.gate is None:
-        check_kept(tokens, n, layer.w_up is not None, kept)
-    else:
-        check_kept_of_slice(tokens, n, layer.w_up is not None, kept)
-
-
-def check_first(first: int, columns: int) -> None:
-    """Raise ValueError unless gradients of weights may be wanted from column ``first`` on."""
-    if first % STRIDE_MULTIPLE or not 0 <= first < max(columns, 1):
-        raise ValueError(f"first must be a multiple of {STRIDE_MULTIPLE} below {columns} columns, got {first}")
-
-
-def check_kept(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
-    """Raise unless ``kept`` is the gate of ``x`` [M, ...] with ``n`` neurons."""
-    if len(kept.shape) != 1:
-        raise ValueError(f"kept must have one dimension, got {list(kept.shape)}")
-    for first, last, own, _ in split(kept, x, n, gated):
-        check_kept_of_slice(x, last - first, gated, own)
-
-
-def check_kept_of_slice(x: Tensor, n: int, gated: bool, kept: Tensor) -> None:
-    """The same of neurons that are one slice."""
-    held = geometry.hybrid_words(capacity_of(x, n, gated, kept), 2 * gated)
-    check("kept", kept, (_places(x.shape[0], n)[1] + held,), torch.int32)
+    m, gated = tokens.shape[0], layer.w_up is not None
+    for first, last, own, _ in split(kept, tokens, n, gated) if layer.gate is None else [(0, n, kept, 0)]:
+        held = geometry.hybrid_words(capacity_of(tokens, last - first, gated, own), 2 * gated)
+        check("kept", own, (_places(m, last - first)[1] + held,), torch.int32)
 
 
 def require_offsets(m: int, n: int) -> None:
@@ -223,10 +196,7 @@ def require_offsets(m: int, n: int) -> None:
 
 
 def require_neurons(n: int, family: str, call: str) -> None:
-    """Raise NotImplementedError if kernels of ``family`` cannot bring a pattern of ``n`` neurons to this format.
-
-    The error names ``call``, which needs that.
-    """
+    """Raise NotImplementedError, naming ``call``, if kernels of ``family`` cannot list ``n`` neurons in this format."""
     most = geometry.PORTABLE_UNION_NEURONS
     if family == specs.PORTABLE and n > most:
         raise NotImplementedError(
@@ -243,9 +213,6 @@ def room_aside(p: Program, dtype: torch.dtype, terms: int) -> View:
 def values(entries: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
     """A view of the up projections that follow the entries: [capacity]."""
     return entries[capacity : capacity + capacity * dtype.itemsize // 4].view(dtype)
-
-
-# On the GPU
 
 
 def overflow(
@@ -268,7 +235,7 @@ def overflow(
     zero when the kernel begins.
     """
     dy, dl1, layer, kept, activation = given
-    x, w_gate, w_up, _, *biases, gate = layer
+    x, w_gate, w_up, _, *biases, gate = layer.unscaled
     (n, k), dtype, gated = w_down.shape, w_down.dtype, int(w_up is not None)
     # any matrix of their shape stands for operands that there are not
     tokens = next(t for t in (x, dy, out.x) if t is not None)
@@ -320,14 +287,14 @@ def launches(p: Program, given: Backward, out: Gradients, accumulate: bool, firs
     given = given._replace(dl1=dl1, kept=kept)
     entries, neurons, chunks, sizes, popularity, _ = kept
     pattern = (entries, neurons, chunks, sizes)
-    w_down, up = down_rows(p, layer.w_down), up_view(entries, capacity, dtype) if gated else None
+    w_down, up = down_rows(p, layer.w_down), entries.at(4 * capacity, dtype, capacity) if gated else None
 
     d_gate = p.scratch(torch.int32, capacity)
     d_up = p.scratch(torch.int32, capacity) if gated else None
     by_entry = (up, dl1, d_gate, d_up, activation.code())
     p.launch(tuning.sampled_grad(dtype, gated, family=family), dy, w_down, *pattern, *by_entry, p.multiprocessors)
     if out.gate is not None:
-        p.launch(specs.ScatterSpec(), d_gate, *pattern, out.gate.cast(torch.int16), capacity)
+        p.launch(specs.ScatterSpec(), d_gate, *pattern, out.gate._replace(dtype=torch.int16), capacity)
     if out.x is not None:
         # the rounded ones of two values in each word
         rounded = (None if d is None else d._replace(dtype=dtype, strides=(2,)) for d in (d_gate, d_up))
@@ -382,8 +349,3 @@ def launches(p: Program, given: Backward, out: Gradients, accumulate: bool, firs
     p.launch(tuning.weight_grad(dtype, gated, family=family), *operands, *gradients, capacity, p.multiprocessors)
     counters = arrivals.part(units * geometry.UNIT_WARPS, arrivals.shape[0])
     overflow(p, given, w_down, capacity, out, aside, counters, accumulate=accumulate)
-
-
-def up_view(entries: View, capacity: int, dtype: torch.dtype) -> View:
-    """The up projections that follow the entries: [capacity]."""
-    return entries.at(4 * capacity, dtype, capacity)

@@ -25,8 +25,8 @@ from torch import Tensor
 from twell.base.activation import activation_of
 from twell.ops import hybrid, hybrid_cpu
 from twell.ops.hybrid import Backward
-from twell.ops.library import ACTIVATION, Implementation, check, check_matrix, flat, has_rows, laid, register, rows
-from twell.ops.operands import Gradients, Layer, Mains, Views, run
+from twell.ops.library import ACTIVATION, STRIDE_MULTIPLE, aligned, check, check_matrix, has_rows, laid, register, rows
+from twell.ops.operands import Gradients, Layer, Mains, run
 from twell.ops.slices import Added, is_sliced
 from twell.runtime import specs
 from twell.runtime.program import Program, View
@@ -67,14 +67,16 @@ def _checked(operands: Sequence[Any], name: str, threshold: float, gate: Tensor 
     return given
 
 
-def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Implementation:
+def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Callable[..., Any]:
     """What fills checked gradients as a function of the schema's arguments."""
 
     def filled(*arguments: Any) -> Outputs:
         input_grad, weight_grad, name, threshold, first, gate, gate_grad = arguments[9:]
         given = _checked(arguments[:9], name, threshold, gate)
         layer = given.layer
-        hybrid.check_first(first, layer.w_down.shape[1])
+        columns = layer.w_down.shape[1]
+        if first % STRIDE_MULTIPLE or not 0 <= first < max(columns, 1):
+            raise ValueError(f"first must be a multiple of {STRIDE_MULTIPLE} below {columns} columns, got {first}")
         gradients = outputs(layer, (input_grad, *[weight_grad] * 5))
         if gate_grad and gate is not None:
             gradients = gradients._replace(gate=torch.zeros_like(gate, memory_format=torch.contiguous_format))
@@ -84,12 +86,8 @@ def _filling(implementation: Callable[[Backward, Gradients, int], None]) -> Impl
     return filled
 
 
-def _adding(implementation: Callable[[Backward, Mains, Gradients], None]) -> Implementation:
-    """The same of weights' gradients that are added to mains.
-
-    ``as_stored``: in a graph a transposed view would not do, as functionalization keeps the storage offset that it had
-    in tracing.
-    """
+def _adding(implementation: Callable[[Backward, Mains, Gradients], None]) -> Callable[..., Any]:
+    """The same of weights' gradients that are added to mains."""
 
     def added(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         main_gate, main_up, main_down, input_grad, name, threshold, as_stored = arguments[9:]
@@ -98,6 +96,7 @@ def _adding(implementation: Callable[[Backward, Mains, Gradients], None]) -> Imp
         if (main_up is None) != (layer.w_up is None):
             there, missing = ("w_up", "main_up") if main_up is None else ("main_up", "w_up")
             raise ValueError(f"{missing} must be given with {there}, got None")
+        # in a graph a transposed view would not do: functionalization keeps the storage offset that it had in tracing
         mains = mains._replace(w_down=main_down.t()) if as_stored else mains
         for weight, main in mains._asdict().items():
             if main is not None:
@@ -127,16 +126,13 @@ def by_slices(implementation: Callable[..., None], given: Backward, gradients: G
         dx.store()
 
 
-def _cpu(given: Backward, gradients: Gradients, first: int) -> None:
-    hybrid_cpu.backward_cpu(given, gradients, False)
-
-
 @_filling
 def _cuda(given: Backward, gradients: Gradients, first: int) -> None:
     if not given.dy.shape[0]:
         zero(gradients)
     elif any(gradient is not None for gradient in gradients):
-        zero_columns(gradients, first)
+        if first:
+            zero([None if g is None else g[:, :first] for g in gradients[1:4]])
         fill(given, gradients, first=first)
 
 
@@ -159,14 +155,7 @@ def _add_on_cuda(given: Backward, mains: Mains, gradients: Gradients) -> None:
             main.add_(added)
 
 
-def zero_columns(gradients: Gradients, count: int) -> None:
-    """Fill the first columns of those of weights."""
-    if count:
-        zero(Gradients(*(None if g is None else g[:, :count] for g in gradients[1:4])))
-
-
-def zero(gradients: Gradients) -> None:
-    """Fill those of no tokens."""
+def zero(gradients: Sequence[Tensor | None]) -> None:
     for gradient in gradients:
         if gradient is not None:
             gradient.zero_()
@@ -177,29 +166,22 @@ def fill(given: Backward, gradients: Gradients, accumulate: bool = False, first:
     dy, dl1, layer, kept, activation = given
     check_matrix("x", layer.tokens)
     own = laid(layer._replace(w_down=layer.w_down.t(), b_down=None))
-    tensors = rows(dy), None if dl1 is None else flat(dl1)[0], *own.unscaled, flat(kept), *gradients
+    tensors = rows(dy), aligned(dl1), *own.unscaled, aligned(kept), *gradients
     run(build, tensors, activation, accumulate, first)
 
 
 def build(p: Program, *given: Any) -> None:
-    """Describe the launches for dy, dl1, the layer without b_down, kept, and for each of the layer its gradient.
-
-    w_down is [K, N]; dy, x and its gradient may have leading dimensions. Activation, ``accumulate`` and ``first``
-    follow.
-    """
+    """Launch backward for dy, dl1, the layer, w_down [K, N], kept and gradients; dy, x and dx may be [..., K]."""
     (dy, dl1, x, *others), kept, (dx, *gradients) = given[:10], given[10], given[11:19]
-    layer = Views(None if x is None else x.matrix(), *others)
+    layer = Layer(None if x is None else x.matrix(), *others)
     out = Gradients(None if dx is None else dx.matrix(), *gradients)
     activation, accumulate, first = given[19:]
     hybrid.launches(p, Backward(dy.matrix(), dl1, layer, kept, activation), out, accumulate, first)
 
 
 def transpose(p: Program, matrix: View, out: View) -> None:
-    """Describe the copy of a matrix of 16-bit values into its transpose.
-
-    Not part of backward: memory for both is not needed beside its scratch.
-    """
-    p.launch(specs.MatrixTransposeSpec(), matrix.cast(torch.int16), out.cast(torch.int16))
+    """Copy a matrix of 16-bit values into its transpose; apart from ``build``, whose scratch it would add to."""
+    p.launch(specs.MatrixTransposeSpec(), matrix._replace(dtype=torch.int16), out._replace(dtype=torch.int16))
 
 
 hybrid_backward = register(
@@ -207,7 +189,7 @@ hybrid_backward = register(
     "bool gate_grad=False) "
     "-> (Tensor dx, Tensor dw_gate, Tensor dw_up, Tensor dw_down, Tensor db_gate, Tensor db_up)",
     fake=_filling(lambda *_: None),
-    cpu=_filling(_cpu),
+    cpu=_filling(lambda given, gradients, first: hybrid_cpu.backward_cpu(given, gradients, False)),
     cuda=_cuda,
 )
 hybrid_backward_accumulate = register(

@@ -21,6 +21,14 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).to(values.dtype)
 
 
+def gate_on_cpu(layer: Layer, activation: Activation) -> Tensor:
+    """The gate [M, N] after its activation, in the layer's dtype."""
+    layer, activation = opened(layer, activation)
+    if layer.gate is not None:
+        return activation.after(layer.gate)
+    return activation.after(project(layer.x, layer.w_gate, layer.b_gate).to(layer.x.dtype), inplace=True)
+
+
 def encode(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
     """Write ``gate`` and ``up`` [M, N], both of the layer's dtype, into ``out``; unused elements become 0."""
     m, n = gate.shape
@@ -60,16 +68,13 @@ def encode(gate: Tensor, up: Tensor | None, out: Tensor) -> None:
 
 def decode(layer: Layer, given: Tensor, activation: Activation = RELU) -> tuple[Tensor, Tensor | None]:
     """The gate and the up projection, if there is one, at its non-zeros: dense float32 [M, N]."""
-    layer, activation = opened(layer, activation)
-    x, w_gate, w_up, w_down, b_gate, b_up, _, gate = layer.unscaled
-    tokens, n = layer.tokens, w_down.shape[0]
+    w_up, tokens, n = layer.w_up, layer.tokens, layer.w_down.shape[0]
     m, dtype = tokens.shape[0], tokens.dtype
     kept, capacity = hybrid.parts(given, m, n), hybrid.capacity_of(tokens, n, w_up is not None, given)
     total = int(kept.sizes[-1])
     if total > capacity:
-        before = project(x, w_gate, b_gate).to(dtype) if gate is None else gate
-        gate = activation.after(before, inplace=False).float()
-        return gate, None if w_up is None else project(x, w_up, b_up).masked_fill_(gate == 0, 0)
+        gate = gate_on_cpu(layer, activation).float()
+        return gate, None if w_up is None else project(layer.x, w_up, layer.b_up).masked_fill_(gate == 0, 0)
 
     entries, chunks = kept.entries[:total], geometry.chunks(n)
     run = torch.arange(kept.neurons.shape[0] * chunks, device="cpu").repeat_interleave(
@@ -134,5 +139,4 @@ def backward_cpu(given: hybrid.Backward, out: Gradients, accumulate: bool) -> No
             target.add_(gradient) if accumulate else target.copy_(gradient)
     for target, coefficients in ((out.b_gate, wide_gate), (out.b_up, wide_up)):
         if target is not None and coefficients is not None:
-            # thresholds behind the biases of the gate have no gradient
             target.zero_()[:n] = for_weights(coefficients).sum(0)

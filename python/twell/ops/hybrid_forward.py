@@ -22,22 +22,9 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, activation_of
 from twell.choose import tuning
-from twell.ops import hybrid, hybrid_cpu, screened
+from twell.ops import hybrid, hybrid_cpu, library, screened
 from twell.ops.gate_pack import pack
-from twell.ops.library import (
-    ABSENT,
-    ACTIVATION,
-    Implementation,
-    Shape,
-    are_laid,
-    bias_view,
-    check_operands,
-    down_rows,
-    laid,
-    new,
-    register,
-)
-from twell.ops.operands import Form, Gradients, Layer, Views, has_thresholds, opened
+from twell.ops.operands import Form, Gradients, Layer, has_thresholds
 from twell.ops.pack import pack_gate, shapes, stats_shape
 from twell.ops.slices import Added, is_sliced, require_sliceable
 from twell.runtime import geometry
@@ -56,7 +43,7 @@ def outputs(layer: Layer, held: int) -> Outputs:
     return tokens.new_empty((tokens.shape[0], k)), l1, nonzeros, kept
 
 
-def _grouped(implementation: Callable[..., Outputs]) -> Implementation:
+def _grouped(implementation: Callable[..., Outputs]) -> library.Implementation:
     """The implementation as a function of the arguments of the schema."""
 
     def ungrouped(*arguments: Any) -> Outputs:
@@ -72,7 +59,7 @@ def _grouped(implementation: Callable[..., Outputs]) -> Implementation:
 def _fake(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
     if screen and layer.gate is not None:
         raise ValueError("screen must be False with a given gate, got True")
-    check_operands(layer)
+    library.check_operands(layer)
     activation.level(layer.w_down.dtype)
     geometry.words_per_tile(compression)
     require_sliceable(layer.w_down.shape[0], activation)
@@ -88,7 +75,7 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
 
     def every(layer: Layer, *how: Any) -> Outputs:
         x, w_gate, w_up, *_ = layer
-        compression, held, activation, screen = how
+        compression, held, *others = how
         # what does not fit is refused below
         if w_gate is None or w_gate.dim() != 2 or not is_sliced(n := len(w_gate)):
             return one(layer, *how)
@@ -96,8 +83,7 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
         added = Added(y, layer.b_down)
         l1.zero_(), nonzeros.zero_()
         for first, last, own, room in hybrid.split(kept, x, n, w_up is not None):
-            own_how = compression, room, activation, screen
-            y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), *own_how)
+            y_of_slice, of_l1, of_nonzeros, found = one(layer.neurons(first, last), compression, room, *others)
             added.add(y_of_slice)
             l1 += of_l1
             nonzeros += of_nonzeros
@@ -112,11 +98,9 @@ def _by_slices(one: Callable[..., Outputs]) -> Callable[..., Outputs]:
 @_by_slices
 def _cpu(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
     y, l1, nonzeros, kept = _fake(*layer[:7], compression, held, *activation, screen, layer.gate)
-    layer, activation = opened(layer, activation)
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, given = layer.unscaled
+    x, _, w_up, w_down, _, b_up, b_down, _ = layer.unscaled
     hybrid.require_offsets(y.shape[0], w_down.shape[0])
-    made = hybrid_cpu.project(x, w_gate, b_gate).to(y.dtype) if given is None else given
-    gate = activation.after(made, inplace=given is None)
+    gate = hybrid_cpu.gate_on_cpu(layer, activation)
     up = None if w_up is None else hybrid_cpu.project(x, w_up, b_up)
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
     l1.copy_(hidden.abs().sum())
@@ -129,11 +113,11 @@ def _cpu(layer: Layer, compression: int, held: int, activation: Activation, scre
 @_grouped
 @_by_slices
 def _cuda(layer: Layer, compression: int, held: int, activation: Activation, screen: bool) -> Outputs:
-    check_operands(layer)
+    library.check_operands(layer)
     if not layer.tokens.shape[0]:
         y, l1, nonzeros, kept = outputs(layer, held)
         return y, l1.zero_(), nonzeros.zero_(), kept.zero_()
-    given = laid(layer._replace(w_down=layer.w_down.t())).unscaled
+    given = library.laid(layer._replace(w_down=layer.w_down.t())).unscaled
     forward = forward_of(Form.of(given), compression, held, activation, screen, True)
     assert forward is not None
     found = forward(*given)
@@ -166,7 +150,7 @@ class Forward:
         # with thresholds the screen takes a bias of its own
         self._raised = screen and (bool(activation.level(x.dtype)) or has_thresholds(layer.b_gate, n))
         # sums of |h| per token tile, written by the kernel that computes h; the total in ``sizes`` may be cut off
-        self._figures: list[Shape] = []
+        self._figures: list[library.Shape] = []
         if totals:
             self._figures.append((torch.float32, geometry.token_tiles(m), geometry.training_sums(n)))
             if m * n > geometry.MOST:
@@ -179,10 +163,10 @@ class Forward:
         self._multiply = self._multiplied(*_layer_of(form), capacity, activation)
 
     def _packed(
-        self, p: Program, layer: Views, compression: int, capacity: int, activation: Activation, screen: bool
+        self, p: Program, layer: Layer, compression: int, capacity: int, activation: Activation, screen: bool
     ) -> Executable:
         """The gate, packed and then in the hybrid format."""
-        x, w_gate, w_up, w_down, b_gate, _, _, gate = layer
+        x, w_gate, w_up, w_down, b_gate, _, _, gate = layer.unscaled
         m, n, dtype = self._m, w_down.shape[1], w_down.dtype
         firing = p.operand(dtype, n) if self._raised else b_gate
         entries, neurons, chunks, sizes, popularity, counters = hybrid.parts(
@@ -195,7 +179,7 @@ class Forward:
         if screen:
             bits = screened.find(p, x, firing, screened.quantize(p, w_gate, True))
             lists = screened.lists(p, m, n)
-            screened.pack(p, x, w_gate, b_gate, bits, lists, packed, compression, activation)
+            screened.pack(p, layer, bits, lists, packed, compression, activation)
             # the words hold places in these lists
             listed = (*lists, 1)
         elif gate is not None:
@@ -210,9 +194,9 @@ class Forward:
         p.launch(spec, *packed, entries, neurons, chunks, sizes, cleared, sums, *form, *listed)
         return p.compiled()
 
-    def _multiplied(self, p: Program, layer: Views, capacity: int, activation: Activation) -> Executable:
+    def _multiplied(self, p: Program, layer: Layer, capacity: int, activation: Activation) -> Executable:
         """The up projection at the non-zeros, and y."""
-        x, _, w_up, w_down, _, b_up, b_down, _ = layer
+        x, _, w_up, w_down, _, b_up, b_down, _ = layer.unscaled
         m, n, dtype = self._m, w_down.shape[1], w_down.dtype
         gated = w_up is not None
         family, code = tuning.family(p.index), activation.code()
@@ -223,14 +207,15 @@ class Forward:
         (sums,) = self._places(p, m, n, 1)
         hidden = None
         if w_up is not None:
-            up, hidden = hybrid.up_view(kept.entries, capacity, dtype), p.scratch(dtype, capacity)
+            up, hidden = kept.entries.at(4 * capacity, dtype, capacity), p.scratch(dtype, capacity)
             last = (up, hidden, sums, code, capacity, p.multiprocessors)
-            p.launch(tuning.sampled_up(dtype, True, family=family), x, w_up, bias_view(p, b_up, dtype), *pattern, *last)
-        w_down = down_rows(p, w_down)
+            up_bias = library.bias_view(p, b_up, dtype)
+            p.launch(tuning.sampled_up(dtype, True, family=family), x, w_up, up_bias, *pattern, *last)
+        w_down = library.down_rows(p, w_down)
         aside = hybrid.room_aside(p, dtype, n)
         # without an up projection the gates in the entries become h as they are read
         of_entries = RELU.code() if gated else code
-        bias, behind = bias_view(p, b_down, dtype), (y, aside, of_entries, capacity, p.multiprocessors)
+        bias, behind = library.bias_view(p, b_down, dtype), (y, aside, of_entries, capacity, p.multiprocessors)
         p.launch(tuning.gathered(dtype, int(gated), family=family), hidden, w_down, None, None, bias, *pattern, *behind)
         given = hybrid.Backward(None, None, layer, kept, activation)
         hybrid.overflow(p, given, w_down, capacity, Gradients(y), aside, kept.counters, sums=sums)
@@ -243,13 +228,10 @@ class Forward:
         return [p.scratch(torch.float32, geometry.token_tiles(m), geometry.training_sums(n))]
 
     def __call__(self, *layer: Any) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor] | None:
-        """y, l1, nonzeros and kept of a layer without scales; None, with nothing launched, for tensors of another form.
-
-        Without totals l1 and nonzeros are None.
-        """
+        """y, l1, nonzeros (Nones without totals) and kept; None, with nothing launched, for tensors of another form."""
         (x, w_gate), b_gate, given = layer[:2], layer[4], [t for t in layer if t is not None]
         x = layer[7] if x is None else x
-        kept, figures = allocate(x, *self.kept), new(x, self._figures) if self._figures else []
+        kept, figures = allocate(x, *self.kept), library.new(x, self._figures) if self._figures else []
         first: list[Any] = [screened.firing_bias(w_gate, b_gate, self._activation)] if self._raised else []
         if not self._pack.ran(*given, *first, kept, *figures):
             return None
@@ -265,35 +247,25 @@ class Forward:
 
 @kept
 def forward_of(
-    form: Form,
-    compression: int,
-    held: int,
-    activation: Activation,
-    screen: bool,
-    totals: bool,
+    form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool
 ) -> Forward | None:
-    """The operator for layers of this form, x [..., K] and w_down [K, N]; None if it is more than two programs.
-
-    It is if kernels read only copies, or if the layer runs as slices.
-    """
-    if form.places[7] is not None:
-        return Forward(form, compression, held, activation, screen, totals)
-    shape, strides, _ = form.places[0]  # type: ignore[misc]
-    if is_sliced(form.places[1][0][0]):  # type: ignore[index]
-        return None
-    if (len(shape) != 2 and strides != contiguous(shape)) or not are_laid(_layer_of(form)[1]):
-        return None
+    """The operator for x [..., K] and w_down [K, N] of this form; None if kernels read only copies, or slices."""
+    if form.places[7] is None:
+        shape, strides, _ = form.places[0]  # type: ignore[misc]
+        sliced = is_sliced(form.places[1][0][0])  # type: ignore[index]
+        if sliced or (len(shape) != 2 and strides != contiguous(shape)) or not library.are_laid(_layer_of(form)[1]):
+            return None
     return Forward(form, compression, held, activation, screen, totals)
 
 
-def _layer_of(form: Form) -> tuple[Program, Views]:
+def _layer_of(form: Form) -> tuple[Program, Layer]:
     p, (x, *others) = form.program()
-    return p, Views(x if x is None or len(x.shape) == 2 else x.matrix(), *others)
+    return p, Layer(x if x is None or len(x.shape) == 2 else x.matrix(), *others)
 
 
-hybrid_forward = register(
-    f"hybrid_forward({ABSENT}, int compression, int held=0, {ACTIVATION}, bool screen=False, Tensor? gate=None) -> "
-    "(Tensor y, Tensor l1, Tensor nonzeros, Tensor kept)",
+hybrid_forward = library.register(
+    f"hybrid_forward({library.LAYER}, int compression, int held=0, {library.ACTIVATION}, bool screen=False, "
+    "Tensor? gate=None) -> (Tensor y, Tensor l1, Tensor nonzeros, Tensor kept)",
     fake=_fake,
     cpu=_cpu,
     cuda=_cuda,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from twell.choose import tuning
-from twell.ops.operands import Layer, Scaled, Views
+from twell.ops.operands import Layer, Scaled
 from twell.runtime import device, modes, specs
 from twell.runtime.log import warn_once
 from twell.runtime.program import ALIGNMENT, Program, View, launch
@@ -23,23 +23,15 @@ _LIBRARY = torch.library.Library("twell", "DEF")  # type: ignore[no-untyped-call
 # TMA and 16-byte vector loads: row stride in 16-bit elements.
 STRIDE_MULTIPLE = 8
 
-# Operands in schemas: those of a layer, and its activation.
-LAYER = "Tensor x, Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
-# The same where a gate may be given in place of the first projection.
-ABSENT = LAYER.replace("Tensor x, Tensor w_gate", "Tensor? x, Tensor? w_gate")
+# Operands in schemas: those of a layer, which may have a given gate in place of the first projection; its activation.
+LAYER = "Tensor? x, Tensor? w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_up, Tensor? b_down"
 ACTIVATION = 'str activation="relu", float threshold=0.0'
 
 # Dtypes that TwELL stores.
 STORED_DTYPES = tuple(getattr(torch, name) for name in specs.DTYPES)
 
 
-def register(
-    schema: str,
-    *,
-    fake: Implementation,
-    cpu: Implementation,
-    cuda: Implementation,
-) -> torch._ops.OpOverload:
+def register(schema: str, *, fake: Implementation, cpu: Implementation, cuda: Implementation) -> torch._ops.OpOverload:
     """Define an operator of library ``twell`` and return its overload.
 
     ``fake`` returns outputs of the right shape; ``cpu`` and ``cuda`` compute. All three take all arguments of the
@@ -107,9 +99,9 @@ def on_device(implementation: Implementation) -> Implementation:
     """Make the device of the first tensor the current one."""
 
     def on_device(*arguments: Any) -> Any:
-        first = arguments[0]
         # x may be absent
-        index = (first if first is not None else next(filter(_is_tensor, arguments))).device.index
+        first = arguments[0] if arguments[0] is not None else next(filter(torch.is_tensor, arguments))
+        index = first.device.index
         if index == torch.cuda.current_device():
             # the context costs 2 us
             return implementation(*arguments)
@@ -119,15 +111,8 @@ def on_device(implementation: Implementation) -> Implementation:
     return on_device
 
 
-def _is_tensor(argument: Any) -> bool:
-    return isinstance(argument, Tensor)
-
-
 def is_direct(x: Tensor) -> bool:
-    """Whether the code of operators on plain tensors may be called without the dispatcher, which takes 6 us.
-
-    It may if nothing records operators, and if x is on the current GPU.
-    """
+    """Whether to call operators without the dispatcher, 6 us: nothing records them, and x is on the current GPU."""
     return x.is_cuda and not modes.recorded() and x.device.index == torch.cuda.current_device()
 
 
@@ -160,15 +145,11 @@ def transpose(matrix: Tensor, out: Tensor) -> Tensor:
     values = {2: torch.int16, 1: torch.uint8}.get(size)
     # 16 bytes in each direction; the kernel of bytes is of Hopper
     if matrix.is_cuda and matrix.numel() and values is not None and near:
-        sizes = (*matrix.shape, matrix.stride(0))
-        if all(length * size % 16 == 0 for length in sizes) and (size == 2 or _on_hopper(matrix)):
+        able = size == 2 or device.capability(matrix.device.index) == device.SM_90
+        if able and all(length * size % 16 == 0 for length in (*matrix.shape, matrix.stride(0))):
             launch(specs.MatrixTransposeSpec(8 * size), matrix.view(values), out.view(values))
             return out
     return out.copy_(matrix.t())
-
-
-def _on_hopper(matrix: Tensor) -> bool:
-    return device.capability(matrix.device.index) == device.SM_90
 
 
 def has_rows(matrix: Tensor) -> bool:
@@ -187,7 +168,9 @@ def laid(layer: Layer) -> Layer:
     # behind a given gate alone there is no x
     own = None if x is None else tokens(x)
     first, up, given = (None if t is None else rows(t) for t in (w_gate, w_up, gate))
-    return Layer(own, first, up, readable_down(w_down), *map(laid_bias, biases))._replace(gate=given)
+    in_place = _is_readable_down(w_down.shape, w_down.stride()) and w_down.data_ptr() % ALIGNMENT == 0
+    down = w_down if in_place else rows(w_down.t()).t()
+    return Layer(own, first, up, down, *map(aligned, biases))._replace(gate=given)
 
 
 def tokens(x: Tensor) -> Tensor:
@@ -199,17 +182,12 @@ def tokens(x: Tensor) -> Tensor:
     return rows(x.reshape(-1, x.shape[-1]))
 
 
-def readable_down(w_down: Tensor) -> Tensor:
-    """A down weight [K, N] as programs take it: by rows of neurons, or as nn.Linear stores it; a copy of another."""
-    in_place = _is_readable_down(w_down.shape, w_down.stride()) and w_down.data_ptr() % ALIGNMENT == 0
-    return w_down if in_place else rows(w_down.t()).t()
-
-
 def _is_readable_down(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether programs take a down weight [K, N] as it is: by rows of neurons, or as nn.Linear stores it."""
     return _are_near_rows(shape[::-1], strides[::-1]) or are_rows(shape, strides)
 
 
-def are_laid(layer: Views) -> bool:
+def are_laid(layer: Layer) -> bool:
     """Whether ``laid`` copies none of such operands that are aligned."""
     matrices = all(t is None or _are_near_rows(t.shape, t.strides) for t in layer[:3])
     biases = all(t is None or t.strides == (1,) for t in layer[4:])
@@ -225,7 +203,7 @@ def down_rows(p: Program, w_down: Any) -> Any:
         'made at each call; twell.nn.set_down_layout(model, "rows") stores it so that they need none'
     )
     copy = p.scratch(w_down.dtype, *w_down.shape[::-1])
-    p.launch(specs.MatrixTransposeSpec(), w_down.cast(torch.int16), copy.cast(torch.int16))
+    p.launch(specs.MatrixTransposeSpec(), w_down._replace(dtype=torch.int16), copy._replace(dtype=torch.int16))
     return copy
 
 
@@ -235,10 +213,7 @@ def bias_view(p: Program, given: View | None, dtype: torch.dtype) -> View:
 
 
 def unviewed(y: Tensor, shape: torch.Size) -> Tensor:
-    """Return ``y`` in another shape, but not as a view: no one else sees ``y``.
-
-    FSDP2 puts hooks on outputs, and a hook on a view is lost when the view is changed in place.
-    """
+    """Return ``y`` in another shape, but not as a view: a hook of FSDP2 on a view is lost where that is changed."""
     if modes.jit_tracing():
         # an operator called by its name would make constants of the traced sizes
         return y.reshape(shape)
@@ -267,35 +242,16 @@ def blocks(m: int, size: int) -> int:
     return -(-m // size)
 
 
-def laid_bias(bias: Tensor | None) -> Tensor | None:
-    """A bias, contiguous and aligned as kernels read it; a copy if it is not."""
-    if bias is None or (bias.stride(0) == 1 and bias.data_ptr() % ALIGNMENT == 0):
-        return bias
-    return bias.clone(memory_format=torch.contiguous_format)
+def aligned(tensor: Tensor | None) -> Any:
+    """A tensor, contiguous and at an aligned address as kernels read it; a copy if it is not."""
+    if tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """All elements of ``tensor`` as a contiguous, aligned vector; a copy if it is not."""
-    if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(-1)
-
-
-def check_layer(
-    x: Tensor,
-    w_gate: Tensor | None = None,
-    w_up: Tensor | None = None,
-    w_down: Tensor | None = None,
-    b_gate: Tensor | None = None,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-) -> None:
-    """Raise unless x is [M, K], the weights [N, K], b_gate and b_up [N], b_down [K], where given, all of one dtype.
-
-    b_gate may be [2 N], with thresholds behind the biases.
-
-    N is that of the first weight. The dtype is one that TwELL stores. Operators ask this of what they are called with.
-    """
+def check_layer(layer: Layer) -> None:
+    """Raise unless x [M, K], weights [N, K], b_gate [N] or [2 N], b_up [N] and b_down [K] fit, of a stored dtype."""
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = layer[:7]
     check_matrix("x", x)
     dtype, k, n = x.dtype, x.shape[1], -1
     for name, weight in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
@@ -315,11 +271,11 @@ def check_layer(
 
 def check_operands(layer: Layer) -> None:
     """Raise unless the operands of a layer without scales, or those behind a given gate and it, fit each other."""
-    x, w_gate, w_up, w_down, _, b_up, b_down, gate = layer.unscaled
+    x, w_gate, w_up, w_down, _, _, b_down, gate = layer.unscaled
     if gate is None:
         if x is None or w_gate is None:
             raise ValueError("x and w_gate must be given without a gate, got None")
-        check_layer(*layer[:7])
+        check_layer(layer)
         return
     check_rank("gate", gate)
     for name in ("w_gate", "b_gate", *(("x", "b_up") if w_up is None else ())):
@@ -333,7 +289,7 @@ def check_operands(layer: Layer) -> None:
     else:
         if x is None:
             raise ValueError("x must be given with w_up, got None")
-        check_layer(x, w_up=w_up, w_down=w_down, b_up=b_up, b_down=b_down)
+        check_layer(layer)
     m = gate.shape[0] if x is None else x.shape[0]
     check("gate", gate, (m, w_down.shape[0]), w_down.dtype)
 

@@ -20,7 +20,8 @@ class Layer(NamedTuple):
 
     w_down is [K, N], as in nn.Linear, down to ``twell.call.autograd``, and [N, K] in the operators and kernels. A layer
     without a gate has no w_up: its up projection stands at w_gate, with its bias at b_gate. In the operators b_gate may
-    be [2 N]: the biases, then a threshold for each neuron.
+    be [2 N]: the biases, then a threshold for each neuron. In a program they are views, w_down [K, N], and matrices may
+    be ``Scaled``, without scales beside.
 
     A given ``gate`` [M, N] stands before its activation, and there is neither w_gate nor b_gate; without w_up there is
     no x either. Weights in e4m3 have float32 scales of their rows, gate_scale and up_scale [N], and w_down of its
@@ -89,10 +90,7 @@ class Layer(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """For each operand of a ``Layer`` its gradient, of its shape; None where none is wanted.
-
-    They are tensors, or views of a program, and then that of w_down is [N, K].
-    """
+    """The gradient of each operand of a ``Layer``, None where none is wanted; as a view that of w_down is [N, K]."""
 
     x: Any = None
     w_gate: Any = None
@@ -110,19 +108,6 @@ class Mains(NamedTuple):
     w_gate: Tensor | None = None
     w_up: Tensor | None = None
     w_down: Tensor | None = None
-
-
-class Views(NamedTuple):
-    """The operands of a ``Layer`` in a program, w_down [K, N]; matrices may be ``Scaled``."""
-
-    x: Any
-    w_gate: Any
-    w_up: Any
-    w_down: Any
-    b_gate: View | None
-    b_up: View | None
-    b_down: View | None
-    gate: View | None = None
 
 
 class Scaled(NamedTuple):
@@ -188,10 +173,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 class Form(NamedTuple):
-    """How the tensors of a call lie on a device: what a program may depend on, beside numbers.
-
-    places: of each tensor; None where there is none.
-    """
+    """How the tensors of a call lie on a device, None where there is none: all a program depends on beside numbers."""
 
     device: int
     places: tuple[Place | None, ...]

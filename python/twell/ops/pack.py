@@ -84,11 +84,6 @@ def pack_gate(
 
 
 def find_levels(p: Program, gate: View, levels: View, k: int) -> None:
-    """Launch what fills ``levels`` int32 [M, 2], by which the k largest of each token's gates [M, N] are kept.
-
-    levels[m, 0] are the bits of the k-th largest value after ReLU, 0 if fewer than k gates are positive; levels[m, 1]
-    is the last neuron that is kept of those with this value, -1 for none. Equal gates are taken by their neurons; NaN
-    is the largest. k may be larger than N.
-    """
+    """Launch what fills ``levels`` int32 [M, 2], as ``reference.top_k`` defines them; k may be larger than N."""
     infinity = torch.tensor(torch.inf, dtype=gate.dtype, device="cpu").view(torch.int16)
-    p.launch(tuning.top_k(gate.shape[1]), gate.cast(torch.int16), levels, k, int(infinity))
+    p.launch(tuning.top_k(gate.shape[1]), gate._replace(dtype=torch.int16), levels, k, int(infinity))

@@ -10,7 +10,7 @@ from twell.base.activation import Activation, threshold_pair
 from twell.choose import tuning
 from twell.ops.e4m3 import quantise
 from twell.ops.float8 import E4M3
-from twell.ops.library import REACH, rows
+from twell.ops.library import REACH, aligned, rows
 from twell.runtime import geometry, specs
 from twell.runtime.log import warn_once
 from twell.runtime.program import ALIGNMENT, Program, View
@@ -38,13 +38,6 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
     wrong = (ids < -1) | (ids >= count)
     if bool(wrong.any()):
         raise ValueError(f"{name} must be from -1 to {count - 1}, got {int(ids[wrong][0])}")
-
-
-def aligned(small: Tensor | None) -> Tensor | None:
-    """A contiguous tensor at an aligned address; a copy of one that is not."""
-    if small is None or (small.is_contiguous() and small.data_ptr() % ALIGNMENT == 0):
-        return small
-    return small.clone(memory_format=torch.contiguous_format)
 
 
 def slabs(weight: Tensor) -> Tensor:
@@ -127,10 +120,7 @@ def launches(
     activation: Activation,
     invariant: bool,
 ) -> None:
-    """Launch what fills ``y``: by the rows of each token or, of many tokens, by the union of rows of each unit.
-
-    Those of e4m3 weights go by units at any number of tokens.
-    """
+    """Launch what fills ``y``: by rows of each token or, of many tokens and e4m3 weights, by the union of a unit's."""
     (t, k), (count, n, _), top = y.shape, w_gate.shape, ids.shape[1]
     number, dtype, scaled, tiles = t * top, y.dtype, down_scale is not None, geometry.tiles(n)
     # squares of float16 may exceed it, so hidden states stay fp32
@@ -177,9 +167,6 @@ def launches(
     own, heavy = counters.part(0, first), counters.part(first, first + t)
     numbers = up_rows, down_rows, helpers, tuning.light_nonzeros(t), width, activation.code()
     p.launch(down, *layer, own, heavy, owners, places, weights, *numbers)
-
-
-# Around grouped products
 
 
 def order(p: Program, x: View, x_scale: View | None, ids: View, gathered: View, places: View, ends: View) -> None:

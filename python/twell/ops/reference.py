@@ -30,7 +30,7 @@ def largest(values: Tensor, k: int) -> Tensor:
 def top_k(dense: Tensor, k: int) -> Tensor:
     """levels int32 [M, 2] of gates [M, N] before ReLU: the bits of the k-th largest, and the last neuron with it kept.
 
-    They are 0 and -1 where fewer than k are positive. The bits of NaN are 0x7FFF.
+    They are 0 and -1 where fewer than k are positive. The bits of NaN, the largest, are 0x7FFF.
     """
     levels = torch.zeros(len(dense), 2, dtype=torch.int32, device=dense.device)
     for row in range(len(dense)):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from twell.base.activation import RELU, Activation, activation_of, threshold_pair
 from twell.choose import tuning
-from twell.ops.library import ACTIVATION, check, flat, register
+from twell.ops.library import ACTIVATION, aligned, check, register
 from twell.runtime import modes, resolve
 from twell.runtime.program import launch
 
@@ -36,15 +36,13 @@ def gradients(upstream: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return output(gate, up), output(gate, up)
 
 
-def _fake(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
-    activation_of(activation, threshold).level(gate.dtype)
+def _fake(gate: Tensor, up: Tensor, name: str, threshold: float) -> Tensor:
+    activation_of(name, threshold).level(gate.dtype)
     return output(gate, up)
 
 
-def _backward_fake(
-    upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    activation_of(activation, threshold).level(gate.dtype)
+def _backward_fake(upstream: Tensor, gate: Tensor, up: Tensor, name: str, threshold: float) -> tuple[Tensor, Tensor]:
+    activation_of(name, threshold).level(gate.dtype)
     return gradients(upstream, gate, up)
 
 
@@ -60,22 +58,18 @@ def pays(like: Tensor, values: int) -> bool:
     )
 
 
-def _cpu(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
-    form = activation_of(activation, threshold)
+def _cpu(gate: Tensor, up: Tensor, name: str, threshold: float) -> Tensor:
+    form = activation_of(name, threshold)
     return output(gate, up).copy_(form.hidden(form.after(gate), up))
 
 
-def _cuda(gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0) -> Tensor:
-    return on_cuda(gate, up, activation_of(activation, threshold))
+def _cuda(gate: Tensor, up: Tensor, name: str, threshold: float) -> Tensor:
+    return on_cuda(gate, up, activation_of(name, threshold))
 
 
 def on_cuda(gate: Tensor, up: Tensor, activation: Activation = RELU, inplace: bool = False) -> Tensor:
-    """``reglu`` on the current device; the halves of one product are read in place.
-
-    ``inplace``: ``up`` is not needed any more. Its memory becomes that of the result, except for halves of a product.
-    """
-    check("up", up, gate.shape, gate.dtype)
-    spec, form = tuning.reglu(gate.dtype, backward=False), _form(activation, gate.dtype)
+    """``reglu`` on the current device; ``inplace``: in the memory of up, unless both are halves of one product."""
+    spec, form = tuning.reglu(gate.dtype, backward=False), (activation.code(), threshold_pair(activation, gate.dtype))
     if _are_halves(gate, up):
         hidden = output(gate, up)
         memory = ((gate.shape[0] - 1) * gate.stride(0) + gate.shape[1],)
@@ -84,10 +78,10 @@ def on_cuda(gate: Tensor, up: Tensor, activation: Activation = RELU, inplace: bo
         return hidden
     if inplace:
         # each thread has read what it overwrites
-        hidden = up = flat(up).view(up.shape)
+        hidden = up = aligned(up)
     else:
         hidden = output(gate, up)
-    for operands in _pieces(flat(gate), flat(up), hidden.view(-1)):
+    for operands in _pieces(gate, up, hidden):
         # one row; the width is a multiple of eight
         launch(spec, *operands, PIECE, 0, *form)
     return hidden
@@ -106,11 +100,9 @@ def _are_halves(gate: Tensor, up: Tensor) -> bool:
     )
 
 
-def _backward_cpu(
-    upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def _backward_cpu(upstream: Tensor, gate: Tensor, up: Tensor, name: str, threshold: float) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gradients(upstream, gate, up)
-    by_gate, by_up = derivatives(upstream, gate, up, activation_of(activation, threshold))
+    by_gate, by_up = derivatives(upstream, gate, up, activation_of(name, threshold))
     return d_gate.copy_(by_gate), d_up.copy_(by_up)
 
 
@@ -122,35 +114,24 @@ def derivatives(upstream: Tensor, gate: Tensor, up: Tensor, activation: Activati
     return torch.ops.aten.threshold_backward(d_gate, active, 0), d_up
 
 
-def _backward_cuda(
-    upstream: Tensor, gate: Tensor, up: Tensor, activation: str = "relu", threshold: float = 0.0
-) -> tuple[Tensor, Tensor]:
+def _backward_cuda(upstream: Tensor, gate: Tensor, up: Tensor, name: str, threshold: float) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gradients(upstream, gate, up)
-    form = _form(activation_of(activation, threshold), gate.dtype)
-    spec = tuning.reglu(gate.dtype, backward=True)
-    for operands in _pieces(flat(upstream), flat(gate), flat(up), d_gate.view(-1), d_up.view(-1)):
+    activation, spec = activation_of(name, threshold), tuning.reglu(gate.dtype, backward=True)
+    form = activation.code(), threshold_pair(activation, gate.dtype)
+    for operands in _pieces(upstream, gate, up, d_gate, d_up):
         launch(spec, *operands, *form)
     return d_gate, d_up
 
 
-def _form(activation: Activation, dtype: torch.dtype) -> tuple[int, int]:
-    """What the kernels take of an activation."""
-    return activation.code(), threshold_pair(activation, dtype)
-
-
-def _pieces(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same parts of vectors of one length."""
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same parts of tensors of one shape, as vectors."""
+    vectors = tuple([aligned(tensor).view(-1) for tensor in tensors])
     if 0 < vectors[0].numel() <= PIECE:
         return iter((vectors,))
     return zip(*(torch.split(vector, PIECE) for vector in vectors)) if vectors[0].numel() else iter(())
 
 
-reglu = register(
-    f"reglu(Tensor gate, Tensor up, {ACTIVATION}) -> Tensor",
-    fake=_fake,
-    cpu=_cpu,
-    cuda=_cuda,
-)
+reglu = register(f"reglu(Tensor gate, Tensor up, {ACTIVATION}) -> Tensor", fake=_fake, cpu=_cpu, cuda=_cuda)
 reglu_backward = register(
     f"reglu_backward(Tensor upstream, Tensor gate, Tensor up, {ACTIVATION}) -> (Tensor d_gate, Tensor d_up)",
     fake=_backward_fake,

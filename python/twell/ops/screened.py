@@ -22,16 +22,14 @@ from twell.base.activation import RELU, Activation, threshold_pair
 from twell.choose import tuning
 from twell.choose.measurement import Measurement, beside_captures
 from twell.ops import reference, union
-from twell.ops.library import Shape, bias_view, laid_bias, on_device, rows
-from twell.ops.operands import Layer, Views, opened, run
+from twell.ops.library import Shape, aligned, bias_view, on_device, rows
+from twell.ops.operands import Layer, opened, run
 from twell.runtime import device, geometry, screen, specs
 from twell.runtime.program import Program, View
 
 QuantizedViews = tuple[View, View, View, View]
 # TMA: bytes of which a row's stride is a multiple
 _PITCH = 16
-# bits of a word of the candidates
-_WORD = 32
 
 
 class Lists(NamedTuple):
@@ -42,7 +40,6 @@ class Lists(NamedTuple):
 
 
 def lists(p: Program, m: int, n: int) -> Lists:
-    """Lists of ``m`` tokens as scratch."""
     tiles = geometry.token_tiles(m)
     neurons = p.scratch(torch.int16, tiles, geometry.CHUNK * geometry.chunks(n))
     return Lists(neurons, p.scratch(torch.int32, tiles + 1))
@@ -56,7 +53,7 @@ def shapes(x: View, n: int) -> tuple[Shape, ...]:
 
 def candidates_shape(m: int, n: int) -> tuple[int, int]:
     """Of the candidates int32: bit n % 32 of word [t, n / 32] is set unless all gates of neuron n are 0 in tile t."""
-    return geometry.token_tiles(m), geometry.tiles(n) * geometry.TILE // _WORD
+    return geometry.token_tiles(m), geometry.tiles(n) * geometry.TILE // 32
 
 
 def require(on: torch.device, call: str) -> None:
@@ -75,7 +72,7 @@ def firing_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> 
     opened_layer, activation = opened(Layer(w_gate, w_gate, None, w_gate, bias), activation)
     bias, level = opened_layer.b_gate, activation.level(w_gate.dtype)
     if not isinstance(level, Tensor) and not level:
-        return laid_bias(bias)
+        return aligned(bias)  # type: ignore[no-any-return]
     if bias is None:
         lowered: Tensor = w_gate.new_zeros(len(w_gate)) - level
         return lowered
@@ -91,10 +88,7 @@ def firing_bias(w_gate: Tensor, bias: Tensor | None, activation: Activation) -> 
 
 @torch.no_grad()
 def count(x: Tensor, w_gate: Tensor, b_gate: Tensor | None, activation: Activation = RELU) -> Tensor:
-    """How many neurons the screen lists for each tile of 128 tokens of x [M, K]: int64 [ceil(M/128)].
-
-    For what calls measure where another strategy runs. Nothing waits.
-    """
+    """How many neurons the screen lists for each tile of 128 tokens of x [M, K]: int64 [ceil(M/128)]. Nothing waits."""
     firing, m = firing_bias(w_gate, b_gate, activation), len(x)
     if not x.is_cuda:
         quantized = reference.quantize_gate(x, False), reference.quantize_gate(w_gate, True)
@@ -110,11 +104,6 @@ def _count_on_cuda(x: Tensor, w_gate: Tensor, firing: Tensor | None) -> Tensor:
     words = x.new_empty(candidates_shape(len(x), len(w_gate)), dtype=torch.int32)
     if len(x):
         run(_find_all, (rows(x), rows(w_gate), firing, words))
-    return ones_of(words)
-
-
-def ones_of(words: Tensor) -> Tensor:
-    """How many bits of each row are set: int64 [R] of int32 [R, W]."""
     # the number of ones in two, four and eight bits
     ones = words.view(torch.uint8)
     ones = ones - (ones >> 1 & 0x55)
@@ -192,26 +181,25 @@ def find(p: Program, x: View, firing: View | None, quantized: QuantizedViews) ->
 
 def pack(
     p: Program,
-    x: View,
-    w_gate: View,
-    b_gate: View | None,
+    layer: Layer,
     bits: View,
     listed: Lists,
     packed: Sequence[View],
     compression: int,
     activation: Activation,
 ) -> None:
-    """Launch what fills ``listed`` and ``packed``, from the ``bits`` of ``find`` for the tokens of ``x``."""
+    """Launch what fills ``listed`` and ``packed``, from the ``bits`` of ``find`` for the tokens of the layer."""
+    x, w_gate, b_gate = layer.x, layer.w_gate, bias_view(p, layer.b_gate, layer.x.dtype)
     p.launch(specs.ListCandidatesSpec(), bits, *listed, packed[2])
     form = (geometry.words_per_tile(compression), threshold_pair(activation, x.dtype), p.multiprocessors)
-    p.launch(tuning.sampled_gate(x.dtype), x, w_gate, bias_view(p, b_gate, x.dtype), *listed, *packed, *form)
+    p.launch(tuning.sampled_gate(x.dtype), x, w_gate, b_gate, *listed, *packed, *form)
 
 
 def launches(
-    p: Program, layer: Views, firing: View | None, results: Sequence[View], compression: int, activation: Activation
+    p: Program, layer: Layer, firing: View | None, results: Sequence[View], compression: int, activation: Activation
 ) -> None:
     """Launch "union" on slices of the tokens, screened. ``firing`` is the bias of ``firing_bias``."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, _ = layer
+    x, w_gate = layer.x, layer.w_gate
     *others, candidates = results
     bits = find(p, x, firing, quantize(p, w_gate, True))
     neurons = lists(p, x.shape[0], w_gate.shape[0]).neurons
@@ -220,8 +208,8 @@ def launches(
         start, stop = first // geometry.TOKEN_TILE, geometry.token_tiles(last)
         # the element behind the sizes of a slice is not read
         listed = Lists(neurons.part(0, stop - start), candidates.part(start, stop + 1))
-        tokens, tile_bits = x.part(first, last), bits.part(start, stop)
-        pack(p, tokens, w_gate, b_gate, tile_bits, listed, packed, compression, activation)
+        tokens = layer._replace(x=x.part(first, last))
+        pack(p, tokens, bits.part(start, stop), listed, packed, compression, activation)
         return listed
 
-    union.by_slices(p, (x, w_up, w_down, b_up, b_down), pack_slice, others, compression, activation)
+    union.by_slices(p, layer, pack_slice, others, compression, activation)

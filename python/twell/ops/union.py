@@ -19,7 +19,7 @@ from twell.choose import tuning
 from twell.ops import hybrid
 from twell.ops.gate_pack import pack
 from twell.ops.library import Shape, bias_view, down_rows
-from twell.ops.operands import Scaled, Views, launched
+from twell.ops.operands import Layer, Scaled, launched
 from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
 from twell.runtime import geometry
@@ -38,7 +38,7 @@ def shapes(x: View, n: int) -> tuple[Shape, Shape, Shape, Shape]:
 
 def by_slices(
     p: Program,
-    behind: tuple[View | Scaled, View | Scaled | None, View | Scaled, View | None, View | None],
+    layer: Layer,
     pack_slice: Callable[[int, int, Packed], Sequence[View] | None],
     results: Sequence[View],
     compression: int,
@@ -46,11 +46,13 @@ def by_slices(
 ) -> None:
     """Launch what fills ``results``: y, l1, stats and sizes, slice by slice.
 
-    ``behind``: x, w_up, w_down [K, N], b_up and b_down. ``pack_slice(first, last, packed)`` launches what fills words,
-    spill and stats of a slice; it returns ``ops.screened.Lists`` if words have places in lists for neurons.
+    ``pack_slice(first, last, packed)`` launches what fills words, spill and stats of a slice; it returns
+    ``ops.screened.Lists`` if words have places in lists for neurons.
     """
-    x, w_up, w_down, b_up, b_down = behind
+    x, _, w_up, w_down, _, b_up, b_down, _ = layer.unscaled
     y, l1, stats, sizes = results
+    # without x, whose shape y has, nothing is read of it
+    x = y if x is None else x
     n, dtype, ctas = w_down.shape[1], y.dtype, p.multiprocessors
     slices, width = geometry.union_slices(x.shape[0], n), geometry.words_per_tile(compression)
     family = tuning.family(p.index)
@@ -88,9 +90,9 @@ def by_slices(
         p.launch(tuning.gathered(down.dtype, 0, family=family), None, *rows, None, None, down_bias, *pattern, *out)
 
 
-def launches(p: Program, layer: Views, results: Sequence[View], compression: int, activation: Activation) -> None:
+def launches(p: Program, layer: Layer, results: Sequence[View], compression: int, activation: Activation) -> None:
     """Launch the layer on slices of its tokens."""
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, gate = layer
+    x, w_gate, _, _, b_gate, _, _, gate = layer.unscaled
 
     def pack_slice(first: int, last: int, packed: Packed) -> None:
         if gate is None:
@@ -98,5 +100,4 @@ def launches(p: Program, layer: Views, results: Sequence[View], compression: int
         else:
             pack_gate(p, gate.part(first, last), *packed, compression, activation)
 
-    behind = results[0] if x is None else x, w_up, w_down, b_up, b_down
-    by_slices(p, behind, pack_slice, results, compression, activation)
+    by_slices(p, layer, pack_slice, results, compression, activation)

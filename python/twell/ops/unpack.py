@@ -52,8 +52,5 @@ def _cuda(words: Tensor, spill: Tensor, n: int, compression: int) -> Tensor:
 
 
 unpack = register(
-    "unpack(Tensor words, Tensor spill, int n, int compression) -> Tensor",
-    fake=outputs,
-    cpu=_cpu,
-    cuda=_cuda,
+    "unpack(Tensor words, Tensor spill, int n, int compression) -> Tensor", fake=outputs, cpu=_cpu, cuda=_cuda
 )

@@ -16,28 +16,16 @@ from twell.base.activation import Activation
 from twell.choose import tuning
 from twell.ops import hybrid_cpu
 from twell.ops.library import bias_view, down_rows
-from twell.ops.operands import Scaled, launched
+from twell.ops.operands import Layer, Scaled, launched
 from twell.runtime import geometry
 from twell.runtime.program import Program, View
 
 
-def behind_on_cpu(
-    gate: Tensor,
-    x: Tensor | None,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: Activation,
-    rounded: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, l1 [M], stats of 8 tokens each and unions of tiles, behind a gate after its activation; w_down is [N, K].
-
-    rounded: whether h is, as "union" does.
-    """
-    up = None if x is None or w_up is None else hybrid_cpu.project(x, w_up, b_up)
+def behind_on_cpu(gate: Tensor, layer: Layer, activation: Activation, rounded: bool) -> tuple[Tensor, ...]:
+    """y, l1 [M], stats of 8 tokens and unions of tiles, w_down [K, N]; ``rounded``: whether h is, as by "union"."""
+    up = None if layer.w_up is None else hybrid_cpu.project(layer.x, layer.w_up, layer.b_up)
     hidden = activation.hidden(gate.float(), up).masked_fill(gate == 0, 0)
-    y = hybrid_cpu.project(hidden.to(gate.dtype) if rounded else hidden, w_down.t(), b_down)
+    y = hybrid_cpu.project(hidden.to(gate.dtype) if rounded else hidden, layer.w_down, layer.b_down)
     fires = F.pad(gate != 0, (0, 0, 0, -len(gate) % geometry.TOKEN_TILE)).view(-1, geometry.TOKEN_TILE, gate.shape[1])
     counts = fires.sum(2).view(-1, geometry.STATS_ROWS).sum(1)
     return y.to(gate.dtype), hidden.abs().sum(1), counts.view(-1, 1, 1), fires.any(1).sum(1)
@@ -59,26 +47,17 @@ def counters(p: Program, x: View | Scaled, gated: bool, invariant: bool) -> int:
 
 def multiply(
     p: Program,
-    x: View | Scaled | None,
-    words: View,
-    spill: View,
-    w_up: Any,
-    w_down: Any,
-    b_up: View | None,
-    b_down: View | None,
+    layer: Layer,
+    packed: tuple[View, View, View],
     y: View,
     l1: View,
     compression: int,
     activation: Activation,
     zeroed: View | None,
-    stats: View,
 ) -> None:
-    """Launch what fills ``y`` and ``l1``.
-
-    ``zeroed`` are ``counters``, which another launch has zeroed; without them no clusters share a token.
-    """
-    (m, k), dtype, gated = y.shape, spill.dtype, w_up is not None
-    spec, helpers = _kernel(p, m, k, w_down.dtype, gated, zeroed is None)
+    """Launch what fills ``y`` and ``l1``; without ``zeroed``, zeros for ``counters``, no clusters share a token."""
+    (m, k), (words, spill, stats), gated = y.shape, packed, layer.w_up is not None
+    spec, helpers = _kernel(p, m, k, layer.w_down.dtype, gated, zeroed is None)
     # y of each piece, and behind it the sum of |h|
     sums = p.scratch(torch.float32, 2 * helpers, k + 8)
     if zeroed is None:
@@ -90,11 +69,11 @@ def multiply(
     if not helpers or m not in tuning.TOKENS_COUNTED:
         stats = p.scratch(torch.int32, 0, 1, 2)
     numbers = helpers, tuning.light_nonzeros(m, tuning.family(p.index))
-    biases = bias_view(p, b_up, dtype) if gated else None, bias_view(p, b_down, dtype)
+    biases = bias_view(p, layer.b_up, y.dtype) if gated else None, bias_view(p, layer.b_down, y.dtype)
     form = geometry.words_per_tile(compression), activation.code()
-    w_down = down_rows(p, w_down)
+    w_down = down_rows(p, layer.w_down)
     scaled = isinstance(w_down, Scaled)
-    of_x, of_up = launched(x if gated else None, scaled), launched(w_up, scaled)
+    of_x, of_up = launched(layer.x if gated else None, scaled), launched(layer.w_up, scaled)
     p.launch(
         spec, *of_x, words, spill, *of_up, *launched(w_down), *biases, y, l1, sums, own, weights, stats, *numbers, *form
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from twell.choose import tuning
-from twell.ops.library import check, check_matrix, laid_bias, register, rows
+from twell.ops.library import aligned, check, check_matrix, register, rows
 from twell.ops.operands import run
 from twell.runtime import geometry
 from twell.runtime.program import Program, View
@@ -42,7 +42,7 @@ def _cuda(gate: Tensor, level: Tensor, below: Tensor, above: Tensor) -> tuple[Te
     counts.zero_()
     if len(gate):
         laid = rows(gate)
-        run(_build, (laid, *map(laid_bias, (level, below, above)), near, counts))
+        run(_build, (laid, *map(aligned, (level, below, above)), near, counts))
         if laid is not gate:
             gate.copy_(laid)
     return near, counts

@@ -5,7 +5,6 @@
 the rest, which needs cutlass.
 """
 
-import importlib
 import importlib.util
 from types import ModuleType
 from typing import TYPE_CHECKING

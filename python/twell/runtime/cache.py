@@ -29,18 +29,12 @@ class UnsafeCacheError(RuntimeError):
 
 
 def load(spec: specs.Spec, arch: str = built_from.ARCH) -> packaged.Kernel:
-    """Load the kernel of ``spec`` for ``arch`` from the user cache; compile it into the cache first if needed.
-
-    Raises RuntimeError if the folder cannot be used, if an entry cannot be loaded, and if the kernel must be compiled
-    and cannot be.
-    """
+    """Load the kernel of ``spec`` from the user cache, compiled into it if need be; RuntimeError if that fails."""
     try:
         entry = _entry(open_folder(fingerprint(arch)), spec, arch)
     except (OSError, UnsafeCacheError) as error:
-        instead = "TWELL_CACHE_DIR can name another folder"
-        raise RuntimeError(
-            f"kernel {spec} is not packaged, and the cache cannot hold it: {error}; {instead}"
-        ) from error
+        said = f"kernel {spec} is not packaged, and the cache cannot hold it: {error}"
+        raise RuntimeError(f"{said}; TWELL_CACHE_DIR can name another folder") from error
     return packaged.load(entry, spec.symbol)
 
 
@@ -54,10 +48,7 @@ def fingerprint(arch: str = built_from.ARCH) -> str:
 
 
 def open_folder(name: str | None = None) -> Path:
-    """A folder of the cache, by default that of this fingerprint, created if need be.
-
-    Raises ValueError, OSError or UnsafeCacheError.
-    """
+    """A folder of the cache, by default this fingerprint's, made if need be; ValueError, OSError, UnsafeCacheError."""
     base = env.cache_dir()
     base.parent.mkdir(parents=True, exist_ok=True)
     # the user may keep the cache elsewhere through a link; its target is checked
@@ -115,21 +106,24 @@ def _is_whole(entry: Path) -> bool:
 
 
 def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:
-    """Compile ``spec`` into a library in ``folder``."""
+    """Compile ``spec`` into a library in ``folder``, whose undefined symbols ``load_runtime`` supplies."""
     start = time.perf_counter()
     try:
         compile_object = kernel_module("compile").compile_object
     except ImportError as error:
-        raise RuntimeError(
-            f"kernel {spec} is neither packaged nor cached, and cannot be compiled: {error}{_more(arch)}"
-        ) from error
+        said = f"kernel {spec} is neither packaged nor cached, and cannot be compiled: {error}"
+        raise RuntimeError(f"{said}{_more(arch)}") from error
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise RuntimeError(f"kernel {spec} cannot be linked: expected cc, gcc or clang, got none{_more(arch)}")
     logger.info("compiling kernel %s", spec.symbol)
-    product = folder / f"{spec.symbol}.o"
+    product, library = (folder / f"{spec.symbol}.{suffix}" for suffix in ("o", "so"))
     compile_object(spec, product, arch)
-    library = _link(compiler, product)
+    command = [compiler, "-shared", "-o", str(library), str(product)]
+    environment = os.environ | {"LC_ALL": "C"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"linking kernel {spec.symbol} failed: {' '.join(command)}\n{result.stderr}")
     logger.info("compiled kernel %s in %.1f s", spec.symbol, time.perf_counter() - start)
     return library
 
@@ -137,14 +131,3 @@ def _build(spec: specs.Spec, folder: Path, arch: str) -> Path:
 def _more(arch: str) -> str:
     """The advice for a GPU whose kernels are not installed, to follow an error."""
     return f"; {said}" if (said := packaged.advice(arch)) else ""
-
-
-def _link(compiler: str, product: Path) -> Path:
-    """Link an object into a library. Symbols of the runtime stay undefined: ``packaged.load_runtime`` supplies them."""
-    library = product.with_suffix(".so")
-    command = [compiler, "-shared", "-o", str(library), str(product)]
-    environment = os.environ | {"LC_ALL": "C"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise RuntimeError(f"linking kernel {product.stem} failed: {' '.join(command)}\n{result.stderr}")
-    return library

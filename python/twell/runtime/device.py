@@ -82,13 +82,11 @@ def name(index: int) -> str:
 
 @functools.cache
 def sm_count(index: int) -> int:
-    """Number of streaming multiprocessors of device ``index``."""
     return _attribute(index, "MULTIPROCESSOR_COUNT")
 
 
 @functools.cache
 def capability(index: int) -> tuple[int, int]:
-    """Compute capability of device ``index`` as (major, minor)."""
     return _attribute(index, "COMPUTE_CAPABILITY_MAJOR"), _attribute(index, "COMPUTE_CAPABILITY_MINOR")
 
 
@@ -136,7 +134,6 @@ def architecture(index: int) -> str | None:
 
 @functools.cache
 def driver_version() -> tuple[int, int]:
-    """Newest CUDA version the driver supports, as (major, minor)."""
     version = int(_call("cuDriverGetVersion"))
     return version // 1000, version % 1000 // 10
 
@@ -174,12 +171,10 @@ def describe() -> Driver:
     try:
         version = driver_version()
         _initialised()
-        devices = tuple(_describe(index) for index in range(_call("cuDeviceGetCount")))
+        devices = tuple(
+            Device(i, name(i), capability(i), sm_count(i), int(_call("cuDeviceTotalMem", _handle(i))))
+            for i in range(_call("cuDeviceGetCount"))
+        )
     except RuntimeError as error:
         return Driver(version, (), str(error))
     return Driver(version, devices, None if devices else "no CUDA device is visible")
-
-
-def _describe(index: int) -> Device:
-    handle = _handle(index)
-    return Device(index, name(index), capability(index), sm_count(index), int(_call("cuDeviceTotalMem", handle)))

@@ -39,10 +39,7 @@ def _in_use() -> tuple[Maker | None, str]:
 
 
 def find(library: Path) -> tuple[Maker | None, str]:
-    """The maker in ``library``, None if Python runs programs, and what ``runner`` says of it.
-
-    A library that is there and cannot be used is reported once.
-    """
+    """The maker in ``library``, None if Python runs programs, and what ``runner`` says; warns once if it fails."""
     if env.debug():
         return None, "Python (TWELL_DEBUG=1)"
     if not library.is_file():

@@ -21,11 +21,9 @@ def configure() -> None:
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Log a warning once per message."""
     logger.warning(message)
 
 
 @functools.cache
 def info_once(message: str) -> None:
-    """Log at INFO once per message."""
     logger.info(message)

@@ -15,13 +15,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
-# whether torch.compile traces the code
 compiling = torch.compiler.is_compiling
-
-# whether a transform of torch.func is active
 functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-# whether the current stream captures a CUDA graph
 stream_captures: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 # Whether an operator in a backward graph may add to views: before torch 2.13 inductor adds the offset of a view twice,
@@ -35,35 +30,26 @@ def constant(function: _F) -> _F:
     return function
 
 
-# Traces
-
-
 @constant
 def exporting() -> bool:
-    """Whether ``torch.export`` traces this call."""
     # torch 2.11 makes this true in all code that Dynamo traces, exported or not
     return torch.compiler.is_exporting()
 
 
 @constant
 def to_onnx() -> bool:
-    """Whether this call is traced for an ONNX file."""
     # in traces alone, since the question imports the exporter
     traced = torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None
     return traced and torch.onnx.is_in_onnx_export()
 
 
 def jit_tracing() -> bool:
-    """Whether ``torch.jit`` traces this call."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def tracing(m: Any) -> bool:
     """Whether this call is being traced; ``m``, its number of tokens, may be symbolic."""
     return compiling() or type(m) is not int or jit_tracing()
-
-
-# Transforms
 
 
 def has_tangent(tensor: Tensor) -> bool:
@@ -86,10 +72,7 @@ def transformed() -> bool:
 
 
 def transform_of(operands: Mapping[str, Tensor], needing: bool) -> str:
-    """Name what asks for a transform of torch.func or forward-mode AD, which only PyTorch's operators have; else "".
-
-    ``needing`` is whether autograd will want gradients.
-    """
+    """Name what asks for a transform of torch.func or forward-mode AD; ``needing``: autograd wants gradients."""
     if not transforming():
         return ""
     if compiling():
@@ -105,11 +88,7 @@ def transform_of(operands: Mapping[str, Tensor], needing: bool) -> str:
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a transform of torch.func wraps ``tensor``."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
-
-
-# Modes
 
 
 def function_modes() -> list[type]:
@@ -118,7 +97,6 @@ def function_modes() -> list[type]:
 
 
 def dispatched() -> bool:
-    """Whether a TorchDispatchMode is active."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -158,7 +136,6 @@ def recorded() -> bool:
 
 
 def profiling() -> bool:
-    """Whether a profiler records operators."""
     return torch._C._autograd._profiler_enabled()
 
 
@@ -168,9 +145,6 @@ def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
     if device in ("cpu", "cuda") and dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return dtype
-
-
-# Captures and passes
 
 
 def capturing(x: Tensor) -> bool:
@@ -184,10 +158,7 @@ def checkpointed() -> bool:
 
 
 def data_parallel() -> Any:
-    """The ``DistributedDataParallel`` whose forward pass runs this call, or None.
-
-    None while its ``join`` lets ranks stop at different calls.
-    """
+    """The DistributedDataParallel that runs this call; None without one, or if its ``join`` lets ranks stop apart."""
     ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
     return None if ddp is None or ddp._join_config.enable else ddp
 

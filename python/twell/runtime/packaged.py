@@ -22,15 +22,9 @@ from typing import Any, NamedTuple
 from twell.runtime import device, fingerprint
 from twell.runtime.log import logger, warn_once
 
-
-def _folder() -> Path:
-    """``_lib`` of the package, which an editable install has elsewhere than its sources."""
-    beside = Path(__file__).resolve().parents[1] / "_lib"
-    places = [beside, *(Path(place) / "_lib" for place in sys.modules["twell"].__path__)]
-    return next((place for place in places if place.is_dir()), beside)
-
-
-FOLDER = _folder()
+# ``_lib`` of the package, which an editable install has elsewhere than its sources.
+_PLACES = [root / "_lib" for root in (Path(__file__).resolve().parents[1], *map(Path, sys.modules["twell"].__path__))]
+FOLDER = next(filter(Path.is_dir, _PLACES), _PLACES[0])
 LIBRARY = "libtwell_kernels.so"
 RUNTIME = "libcute_dsl_runtime.so"
 # Distributions that hold it, by the CUDA that they are for, and the versions that kernels run on, as in pyproject.toml.
@@ -46,11 +40,7 @@ _ELF_HEADER = struct.Struct("<40sQ10xHH2x")
 
 @dataclass(frozen=True)
 class Manifest:
-    """The build of the packaged library: architecture, versions and sources.
-
-    ``toolkit`` is the flavour of the DSL (cu12, cu13), ``versions`` maps distributions to versions, ``source_hash`` is
-    the hash of the kernel sources.
-    """
+    """The build of the packaged library. toolkit: cu12 or cu13; versions: of distributions."""
 
     arch: str
     toolkit: str
@@ -68,7 +58,6 @@ class Manifest:
 
 
 def folder_of(arch: str) -> Path:
-    """The folder of the library for ``arch``."""
     return FOLDER if arch == fingerprint.ARCH else FOLDER / arch
 
 
@@ -186,7 +175,9 @@ def load_runtime() -> Path:
     except ImportError as error:
         raise RuntimeError(f"tvm-ffi is not usable ({error}); install it with `pip install apache-tvm-ffi`") from error
     problems = [f"{each.package}: {each.trouble}" for each in installed() if each.trouble]
-    for path in _runtime_candidates():
+    # beside the library, in the DSL's wheel, on the dynamic loader's path
+    places = (FOLDER / RUNTIME, *(folder / "lib" / RUNTIME for folder in toolkits()))
+    for path in (*filter(Path.is_file, places), Path(RUNTIME)):
         try:
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
@@ -235,10 +226,3 @@ def installed() -> list[Toolkit]:
 def toolkits() -> Iterator[Path]:
     """Folders of the DSL toolkits that kernels can use, newest first."""
     return (each.folder for each in installed() if not each.trouble)
-
-
-def _runtime_candidates() -> Iterator[Path]:
-    """Paths to try: beside the library, in the DSL's wheel, on the dynamic loader's path."""
-    yield from (path for path in (FOLDER / RUNTIME,) if path.is_file())
-    yield from (path for path in (folder / "lib" / RUNTIME for folder in toolkits()) if path.is_file())
-    yield Path(RUNTIME)

@@ -29,7 +29,6 @@ from twell.runtime import device, env, host, modes, resolve, specs
 
 # Bytes of which the places of scratch are multiples. Kernels load 16 bytes at a time; lines of the cache are of 128.
 _PLACE = 256
-# Bytes at which operands begin.
 ALIGNMENT = 16
 # The base of memory that is zero before the first launch.
 _CLEARED = 1 << 30
@@ -50,10 +49,6 @@ _NONE, _INTEGER, _FLOAT, _GIVEN, _VIEW = range(5)
 _DEBUG = env.debug()
 # What inductor's code allocates with: 1.1 us against 2.6 for ``Tensor.new_empty`` (H200 host, torch 2.11).
 _ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
-
-# What a launch calls: a kernel, or a function of tensors.
-Callee = specs.Spec | Callable[..., None]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -85,7 +80,6 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
     def t(self) -> View:
-        """The transposed matrix."""
         return View(self.base, self.offset, self.dtype, self.shape[::-1], self.strides[::-1])
 
     def part(self, first: int, last: int) -> View:
@@ -113,10 +107,6 @@ class View(NamedTuple):
             return self
         return self.at(0, self.dtype, math.prod(self.shape[:-1]), self.shape[-1])
 
-    def cast(self, dtype: torch.dtype) -> View:
-        """The same bits as values of another dtype of the same size."""
-        return View(self.base, self.offset, dtype, self.shape, self.strides)
-
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, in elements."""
@@ -132,7 +122,6 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _room(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Bytes of scratch that a tensor takes."""
     return -(-math.prod(shape) * dtype.itemsize // _PLACE) * _PLACE
 
 
@@ -142,15 +131,14 @@ class Program:
     def __init__(self, index: int) -> None:
         self.index = index
         self.operands: list[View] = []
-        self.launches: list[tuple[Callee, tuple[Any, ...]]] = []
+        # kernels, or functions of tensors, and their arguments
+        self.launches: list[tuple[specs.Spec | Callable[..., None], tuple[Any, ...]]] = []
         self._scratch: list[int] = []
         self._empty: dict[torch.dtype, View] = {}
         self._cleared = 0
-        self._places: tuple[dict[int, int], int] | None = None
 
     @property
     def multiprocessors(self) -> int:
-        """The streaming multiprocessors of the device."""
         return device.sm_count(self.index)
 
     def clusters(self, ctas: int) -> int:
@@ -187,15 +175,12 @@ class Program:
     def launch(self, spec: specs.Spec, *arguments: View | float | None) -> None:
         """Call the kernel of ``spec`` next, with views, integers, floats and None."""
         self.launches.append((spec, arguments))
-        self._places = None
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:
         """Call ``function`` next, with views, and None; what it launches goes to the current stream."""
         self.launches.append((function, arguments))
-        self._places = None
 
     def kernels(self) -> list[specs.Spec]:
-        """The kernels that it launches."""
         return [callee for callee, _ in self.launches if isinstance(callee, specs.Spec)]
 
     def lives(self) -> dict[int, tuple[int, int]]:
@@ -210,11 +195,6 @@ class Program:
 
     def placed(self) -> tuple[dict[int, int], int]:
         """The byte offset of each scratch, and the bytes of all together."""
-        if self._places is None:
-            self._places = self._placed()
-        return self._places
-
-    def _placed(self) -> tuple[dict[int, int], int]:
         lives, sizes = self.lives(), self._scratch
         offsets, total = dict.fromkeys(lives, 0), 0
         done: list[tuple[int, int, int, int]] = []
@@ -230,11 +210,10 @@ class Program:
             done.sort()
         return offsets, total
 
-    def caller(self, index: int) -> Callable[[Sequence[Tensor]], None]:
+    def caller(self, index: int, offsets: dict[int, int]) -> Callable[[Sequence[Tensor]], None]:
         """The call of the function that is launch ``index``, by the tensors of a call and, the last one, scratch."""
         function, arguments = self.launches[index]
         assert not isinstance(function, specs.Spec)
-        offsets, _ = self.placed()
         declared = self.given()
 
         def reader(view: View | None) -> Callable[[Sequence[Tensor]], Tensor | None]:
@@ -264,12 +243,8 @@ class Program:
         calls = [i for i, (callee, _) in enumerate(self.launches) if not isinstance(callee, specs.Spec)]
         return [*zip([0, *(i + 1 for i in calls)], [*calls, len(self.launches)])]
 
-    def code(self, first: int = 0, last: int | None = None) -> list[int]:
-        """Launches of kernels, from ``first`` up to ``last``, as ``host/program.c`` reads them.
-
-        The last tensor given is scratch.
-        """
-        offsets, total = self.placed()
+    def code(self, first: int, last: int, offsets: dict[int, int], total: int) -> list[int]:
+        """Launches ``first`` up to ``last``, as ``host/program.c`` reads them; the last tensor given is scratch."""
         given, places = self.given(), dict[int, int]()
         counts, arguments, views = [], list[int](), list[View]()
         for _, of_launch in self.launches[first:last]:
@@ -328,35 +303,23 @@ class Executable:
         self._behind: list[tuple[Callable[[Sequence[Tensor]], None], Any]] = []
         self._size: tuple[int, ...] = (1,)
         if maker is not None:
-            self._size = (max(program.placed()[1], 1),)
-            found = iter(kernels)
+            offsets, total = program.placed()
+            self._size, found = (max(total, 1),), iter(kernels)
             for first, last in program.runs():
                 # half the time of torch.tensor
-                code = torch.frombuffer(array.array("q", program.code(first, last)), dtype=torch.int64)
+                code = torch.frombuffer(array.array("q", program.code(first, last, offsets, total)), dtype=torch.int64)
                 run = maker(code, *(next(found) for _ in range(first, last)))
                 if first == 0:
                     self._run = run
                 else:
-                    self._behind.append((program.caller(first - 1), run))
-
-    @property
-    def scratch(self) -> int:
-        """Bytes of the scratch that a call allocates."""
-        return self._program.placed()[1]
+                    self._behind.append((program.caller(first - 1, offsets), run))
 
     def __call__(self, *operands: Tensor) -> None:
-        """Run all launches on the current device, that of the operands, and torch's current stream.
-
-        ValueError, with nothing launched, for operands that are not laid out as they were declared.
-        """
+        """Run all launches on torch's current stream; ValueError, with none run, for operands laid out otherwise."""
         if not self.ran(*operands):
-            got = "; ".join(
-                f"{t.dtype} {list(t.shape)} of strides {list(t.stride())} at {t.data_ptr()}" for t in operands
-            )
-            declared = "; ".join(
-                f"{v.dtype} {list(v.shape)} of strides {list(v.strides)}" for v in self._program.operands
-            )
-            raise ValueError(f"expected aligned operands {declared}, got {got}")
+            got = [f"{t.dtype} {list(t.shape)} of strides {list(t.stride())} at {t.data_ptr()}" for t in operands]
+            declared = [f"{v.dtype} {list(v.shape)} of strides {list(v.strides)}" for v in self._program.operands]
+            raise ValueError(f"expected aligned operands {'; '.join(declared)}, got {'; '.join(got)}")
 
     def ran(self, *operands: Tensor) -> bool:
         """The same, but False for such operands, and for another number of them."""
@@ -440,10 +403,7 @@ def allocate(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dty
 
 
 def launch(spec: specs.Spec, *arguments: Any) -> None:
-    """Call the kernel of ``spec`` on the current device and torch's current stream.
-
-    Raises NotImplementedError on a device for which there are no kernels, RuntimeError if there is not this one.
-    """
+    """Call the kernel of ``spec`` on the current device and stream; NotImplementedError or RuntimeError without one."""
     resolve.resolve(spec, resolve.require_architecture(torch.cuda.current_device()))(*arguments)
     if _DEBUG and not modes.stream_captures():
         torch.cuda.synchronize()

@@ -12,18 +12,12 @@ from twell.runtime.log import logger
 
 # Compiling is not thread-safe.
 _lock = threading.Lock()
-# by architecture and spec
 _kernels: dict[tuple[str, specs.Spec], packaged.Kernel] = {}
 _missing: set[tuple[str, specs.Spec]] = set()
 
 
 def resolve(spec: specs.Spec, arch: str = fingerprint.ARCH) -> packaged.Kernel:
-    """The compiled function of ``spec`` for ``arch``: it takes torch tensors of one device, and runs on torch's current
-    stream.
-
-    Raises RuntimeError, naming the spec, if there is no compiler, or a CUDA graph is being captured on the
-    current stream.
-    """
+    """The compiled function of ``spec``; RuntimeError, naming it, if there is no compiler or a graph is captured."""
     key = arch, spec
     kernel = _kernels.get(key)
     if kernel is None:
@@ -53,17 +47,13 @@ def loading() -> AbstractContextManager[None]:
 
 
 def found(needed: Sequence[specs.Spec], arch: str) -> tuple[list[packaged.Kernel], bool]:
-    """The kernels of ``resolve`` for a caller that calls them itself, and whether the code of all is on the GPU.
-
-    If it is not, the caller calls them within ``loading`` first, and then ``note_loaded``.
-    """
+    """The kernels of ``needed``, and whether their code is loaded: call them in ``loading`` first if it is not."""
     kernels = [resolve(spec, arch) for spec in needed]
     ready = [kernel.kernel if isinstance(kernel, _Loading) else kernel for kernel in kernels]
     return ready, ready == kernels
 
 
 def note_loaded(needed: Sequence[specs.Spec], arch: str) -> None:
-    """Remember that the code of these kernels is on the GPU."""
     for spec in needed:
         kernel = _kernels.get((arch, spec))
         if isinstance(kernel, _Loading):
@@ -93,10 +83,7 @@ def require_architecture(index: int) -> str:
 
 
 def obtainable(spec: specs.Spec, arch: str = fingerprint.ARCH) -> bool:
-    """Load the kernel of ``spec`` for ``arch``; return whether that worked.
-
-    A failure is logged and final, except in a capture.
-    """
+    """Whether the kernel of ``spec`` loads; a failure is logged and final, except in a capture."""
     if (arch, spec) in _kernels:
         return True
     if (arch, spec) in _missing:
