@@ -56,11 +56,7 @@ def admit(name: str, **operands: Tensor | None) -> dict[str, Tensor]:
         raise ValueError(f"{name}: the first weight must be [N, K], got {list(first.shape)}")
     n, k = first.shape[0], x.shape[-1]
     shapes = {"w_gate": [n, k], "w_up": [n, k], "w_down": [k, n], "b_gate": [n], "b_up": [n], "b_down": [k]}
-    for argument, value in present.items():
-        if argument != "x" and list(value.shape) != shapes[argument]:
-            expected = f"{shapes[argument]} (x has K = {k}, the first weight N = {n})"
-            raise ValueError(f"{name}: {argument} must be {expected}, got {list(value.shape)}")
-    require_alike(name, present)
+    require_fitting(name, present, shapes, " (x has K = {}, the first weight N = {})", k, n)
     return present
 
 
@@ -82,16 +78,19 @@ def admit_given(name: str, given: Layer) -> dict[str, Tensor]:
         raise ValueError(f"{name}: gate must be [..., N], got a scalar")
     (k, n), lead = w_down.shape, list(gate.shape[:-1])
     shapes = {"gate": [*lead, n], "x": [*lead, k], "w_up": [n, k], "b_up": [n], "b_down": [k]}
-    for argument, expected in shapes.items():
-        if argument in t and list(t[argument].shape) != expected:
-            others = f"w_down has K = {k}, N = {n}"
-            raise ValueError(f"{name}: {argument} must be {expected} ({others}), got {list(t[argument].shape)}")
-    require_alike(name, t)
+    require_fitting(name, t, shapes, " (w_down has K = {}, N = {})", k, n)
     return t
 
 
-def require_alike(name: str, operands: Mapping[str, Tensor]) -> None:
-    """Raise unless the operands are on the device of the first, ValueError, and of its dtype, TypeError."""
+def require_fitting(
+    name: str, operands: Mapping[str, Tensor], shapes: Mapping[str, list[int]], why: str = "", *sizes: int
+) -> None:
+    """Raise ValueError for other ``shapes`` or another device than that of the first, TypeError for another dtype."""
+    for argument, value in operands.items():
+        if argument in shapes and list(value.shape) != shapes[argument]:
+            # formatted here alone, since a graph has a guard for each size that is formatted
+            expected = f"{shapes[argument]}{why.format(*sizes)}"
+            raise ValueError(f"{name}: {argument} must be {expected}, got {list(value.shape)}")
     first = next(iter(operands))
     device, dtype = operands[first].device, operands[first].dtype
     for argument, value in operands.items():
@@ -104,8 +103,7 @@ def require_alike(name: str, operands: Mapping[str, Tensor]) -> None:
 def admitted(layer: Layer, gated: bool) -> bool:
     """Whether these are plain tensors in eager mode that the sparse kernels take as they are.
 
-    True answers every question of ``admit`` and ``sharded``, and those of ``plan`` about operands and modes: there is
-    nothing to cast, to wrap, to transform or to refuse. False says nothing.
+    True answers every question of ``admit``, ``sharded`` and ``plan`` about operands and modes. False says nothing.
     """
     if modes.compiling() or not modes.undisturbed():
         return False
@@ -141,7 +139,6 @@ def _fits(operand: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: t
 
 @functools.lru_cache(4096)
 def _takes(n: int, k: int) -> bool:
-    """Whether the sparse kernels take these sizes."""
     return unpackable(Facts(n=n, k=k, sliced=True)) is None
 
 
@@ -174,15 +171,9 @@ def needing_grad(operands: Mapping[str, Tensor]) -> list[str]:
 
 
 def admit_mains(
-    name: str,
-    operands: Mapping[str, Tensor],
-    given: Mapping[str, Tensor | None],
-    mains: Sequence[Tensor | None] | None,
+    name: str, operands: Mapping[str, Tensor], given: Mapping[str, Tensor | None], mains: Sequence[Tensor | None] | None
 ) -> Mains:
-    """Check ``mains``, and return those of the weights that need a gradient.
-
-    ``given``: the operands before autocast has copied them.
-    """
+    """Check ``mains``, and return those of the weights that need a gradient; ``given``: operands before autocast."""
     if mains is None:
         return Mains()
     weights = [argument for argument in Mains._fields if argument in operands]
@@ -204,7 +195,10 @@ def admit_mains(
         if main is not None and memory.folded(main):
             got = f"{list(main.shape)} of strides {list(main.stride())}"
             raise ValueError(f"{name}: main_grads must have for {argument} one place for each element, got {got}")
-    require_apart(name, dict(zip(weights, mains)), given)
+    written = {f"main_grads for {argument}": main for argument, main in zip(weights, mains) if main is not None}
+    read = {argument: value for argument, value in given.items() if value is not None}
+    if written and (pair := memory.shared(written, read)):
+        raise ValueError(f"{name}: main_grads must have memory of their own, got {' and '.join(pair)} sharing some")
     needing = needing_grad(operands)
     taken = [main if argument in needing else None for argument, main in zip(weights, mains)]
     if any(main is not None for main in taken) and (got := modes.transform_of(operands, True)):
@@ -223,14 +217,6 @@ def _unwritable(main: Tensor) -> str:
     if main.is_inference():
         return "made in inference mode"
     return "that a transform wraps" if torch._is_functional_tensor(main) else ""
-
-
-def require_apart(name: str, mains: Mapping[str, Any], given: Mapping[str, Tensor | None]) -> None:
-    """Raise ValueError if a main shares memory with another main or with an operand that the caller holds."""
-    written = {f"main_grads for {weight}": main for weight, main in mains.items() if isinstance(main, Tensor)}
-    read = {argument: value for argument, value in given.items() if value is not None} if written else {}
-    if written and (pair := memory.shared(written, read)):
-        raise ValueError(f"{name}: main_grads must have memory of their own, got {' and '.join(pair)} sharing some")
 
 
 def _describe(value: object) -> str:

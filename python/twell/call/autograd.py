@@ -26,9 +26,8 @@ Note = Callable[[Any, Tensor], None]
 class Call(NamedTuple):
     """How a layer runs in training.
 
-    totals: whether the sum of |h| and the number of non-zeros are wanted, too. screen: whether an int8 product says
-    which gates are computed. passes: what runs it without the dispatcher. first: of the weights' gradients the columns
-    from here on are wanted, of w_down [K, N] the rows; the others may hold anything. Errors speak of ``name``.
+    totals: whether the sum of |h| and the number of non-zeros are wanted, too. passes: what runs it without the
+    dispatcher. first: the column of the weights' gradients, and row of w_down's, from which on they are wanted.
     """
 
     name: str
@@ -47,10 +46,9 @@ def ffn(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return y [..., K], the sum of |h| (0-d) and the number of non-zeros (0-d, int64); Nones unless ``call.totals``.
 
-    The first two are differentiable. Backward adds the gradient of a weight to its main, if it has one, instead of
-    returning it. ``direct``: as ``is_direct``; then kernels run without the dispatcher where they can read x [..., K]
-    and all operands in place. Beside a given gate no weight has a main. ``apply``: what applies another autograd
-    function than ``_FFN`` in its place.
+    The first two are differentiable. Backward adds gradients of weights to their mains instead of returning them.
+    ``direct``: as ``is_direct``; then kernels run without the dispatcher where they can read all operands in place.
+    ``apply``: what applies another autograd function than ``_FFN`` in its place.
     """
     x: Any = operands.x
     passes, how = None, call
@@ -75,10 +73,7 @@ def ffn(
 
 
 class Passes:
-    """A layer's passes in training, for plain tensors of one form, in eager mode and on the current device.
-
-    Called with them, it returns y; None, with nothing launched, for tensors of another form.
-    """
+    """A layer's passes in eager training for plain tensors of one form; called with others, it returns None."""
 
     __slots__ = ("call", "down", "form", "forward", "places")
 
@@ -130,18 +125,9 @@ class Passes:
 
 @kept
 def passes_of(
-    form: Form,
-    compression: int,
-    held: int,
-    activation: Activation,
-    screen: bool = False,
-    totals: bool = False,
-    first: int = 0,
+    form: Form, compression: int, held: int, activation: Activation, screen: bool, totals: bool = False, first: int = 0
 ) -> Passes | None:
-    """The passes of layers of this form, w_down [K, N] and no scales; None if they are more than one program.
-
-    They are if kernels read only copies, or if the layer runs as slices.
-    """
+    """The passes of layers of this form, w_down [K, N]; None if kernels read only copies, or a layer runs as slices."""
     forward = forward_of(form, compression, held, activation, screen, totals)
     name = "sparse_ffn" if form.places[2] is None else "sparse_gated_ffn"
     call = Call(name, compression, held, activation, screen, totals, first=first)
@@ -253,12 +239,10 @@ _apply: Any = super(torch.autograd.Function, _FFN).apply
 
 
 def _is_undisturbed(dy: Tensor, dl1: Tensor | None, saved: Sequence[Any]) -> bool:
-    """Whether a backward pass is one of plain tensors of the current device, which nothing records or differentiates.
-
-    Saved tensors may have passed hooks, and the gradient may be anything.
-    """
+    """Whether a backward pass is of plain tensors of the current device, which nothing records or differentiates."""
     if torch.is_grad_enabled() or modes.transformed() or is_batched(dy) or (dl1 is not None and is_batched(dl1)):
         return False
+    # saved tensors may have passed hooks
     for t in (dy, dl1, *saved):
         if t is not None and (type(t) not in modes.PLAIN_TENSORS or not modes.is_in_memory(t)):
             return False
@@ -275,11 +259,10 @@ def saved_of(ctx: Any) -> Any:
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
-        raise NotImplementedError(
-            f"{ctx.call.name}: the sparse path reads x and the weights in backward, frozen or not, got one that was "
-            'changed in place after the call: write h = h + layer(h) for h += layer(h), or use strategy="dense" '
-            f"({error})"
-        ) from error
+        what = "the sparse path reads x and the weights in backward, frozen or not"
+        instead = 'write h = h + layer(h) for h += layer(h), or use strategy="dense"'
+        got = f"one that was changed in place after the call: {instead} ({error})"
+        raise NotImplementedError(f"{ctx.call.name}: {what}, got {got}") from error
 
 
 def saveable(bias: Tensor | None) -> Tensor | None:
@@ -312,10 +295,7 @@ def gradients_of(
     activation: Activation,
     first: int = 0,
 ) -> tuple[Tensor | None, ...]:
-    """Add the gradients of weights that have a main to it, and return the others that are needed.
-
-    They are those of x, the weights, b_gate, b_up and a given gate.
-    """
+    """Add gradients of weights to their mains; return the others needed: of x, weights, b_gate, b_up and given gate."""
     x, w_gate, w_up, w_down, b_gate, b_up, kept, gate = saved
     of_x, of_gate, of_up, of_down, of_b_gate, of_b_up, _, of_given = needs
     tokens = x if gate is None else gate
@@ -337,17 +317,13 @@ def gradients_of(
                 targets.append(main)
             else:
                 targets.append(torch.zeros_like(weight, dtype=torch.float32))
-        main_gate, main_up, main_down = targets
-        dx, db_gate, db_up = ops.hybrid_backward_accumulate(
-            *arguments, main_gate, main_up, main_down, of_x, *activation, True
-        )
+        dx, db_gate, db_up = ops.hybrid_backward_accumulate(*arguments, *targets, of_x, *activation, True)
+        of_weights: list[Any] = []
         for target, needed, main in zip(targets, weights_needed, mains):
             if needed and main is not None and target is not main:
                 main.add_(target)
-        dw_gate, dw_up, dw_down = (
-            target.to(x.dtype) if needed and main is None else None
-            for target, needed, main in zip(targets, weights_needed, mains)
-        )
+            of_weights.append(target.to(x.dtype) if needed and main is None else None)
+        dw_gate, dw_up, dw_down = of_weights
     else:
         weight_grad = any(weights_needed) or of_b_gate or of_b_up
         found: Any = ops.hybrid_backward(*arguments, of_x, weight_grad, *activation, first, gate, of_given)
@@ -379,18 +355,13 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            f"{ctx.name}: the sparse path has no second derivative, got a backward pass through its gradients; "
-            'use strategy="dense"'
-        )
+        got = 'a backward pass through its gradients; use strategy="dense"'
+        raise NotImplementedError(f"{ctx.name}: the sparse path has no second derivative, got {got}")
 
 
-def into_main(weight: Tensor, main: Tensor | None) -> Tensor:
-    """Return ``weight``. If there is a ``main``, backward adds the gradient to it and passes none on."""
-    return weight if main is None else cast(Tensor, _IntoMain.apply(weight, main))  # type: ignore[no-untyped-call]
+class IntoMain(torch.autograd.Function):
+    """A weight whose gradient backward adds to its main, and passes on to nothing."""
 
-
-class _IntoMain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, main: Tensor) -> Tensor:
         ctx.main = main
@@ -438,12 +409,8 @@ class _Announced(torch.autograd.Function):
 
 
 def fuses(gate: Tensor, activation: Activation, operands: Iterable[Tensor]) -> bool:
-    """Whether ``gated_relu`` can take this gate, the result of eager operations on ``operands``; loads its kernels.
-
-    Thresholds that are tensors, and other gates, take torch's operators: no kernel knows the tensors, or a compiler
-    fuses the operators itself.
-    """
-    # in this order: what ``pays`` asks cannot be traced
+    """Whether ``gated_relu`` can take this gate, the result of eager operations on ``operands``; loads its kernels."""
+    # no kernel knows thresholds that are tensors; and what ``pays`` asks, the last, cannot be traced
     return not isinstance(activation.threshold, Tensor) and modes.eager(operands) and pays(gate, gate.numel())
 
 

@@ -82,14 +82,9 @@ def bounds(level: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
     center = level.double()
     low, high = center - bandwidth / 2, center + bandwidth / 2
     # no gate lies between a bound and the next value outside
-    above = high.to(level.dtype)
-    return rounded_down(low, level.dtype), torch.where(above.double() < high, _next(above, 1), above)
-
-
-def rounded_down(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values rounded towards minus infinity: a number of ``dtype`` exceeds the result where it exceeds the value."""
-    found = values.to(dtype)
-    return torch.where(found.double() > values.double(), _next(found, -1), found)
+    below, above = low.to(level.dtype), high.to(level.dtype)
+    below = torch.where(below.double() > low, _next(below, -1), below)
+    return below, torch.where(above.double() < high, _next(above, 1), above)
 
 
 def _next(values: Tensor, step: int) -> Tensor:
@@ -155,21 +150,15 @@ class _Jump(torch.autograd.Function):
 
 
 def ffn(layer: Layer, choice: Selection, compression: int, counts: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the sum of |h| and the number of non-zeros (float32) of a sparse layer, all with gradients.
-
-    The tokens that fire each neuron are added to ``counts``. NotImplementedError unless the hybrid format holds
-    ``choice.most``.
-    """
+    """y, the sum of |h| and the number of non-zeros (float32) of a sparse layer, all with gradients."""
     x, w_up, _, w_down, b_up, _, b_down = layer[:7]
     matrix, n = x.reshape(-1, x.shape[-1]), len(w_up)
     if geometry.hybrid_capacity(len(matrix), n) < choice.most:
         most, got = hybrid.most_of_each(n), choice.most / max(len(matrix), 1)
-        raise NotImplementedError(
-            f'k must be at most {most} of {n} neurons in training, got {got:g}; "auto" is dense then'
-        )
+        expected = f"at most {most} of {n} neurons in training"
+        raise NotImplementedError(f'k must be {expected}, got {got:g}; "auto" is dense then')
     how = choice._replace(threshold=None), compression, counts
-    found = _Chosen.apply(how, matrix, w_up, w_down, b_up, b_down, choice.threshold)  # type: ignore[no-untyped-call]
-    y, l1, nonzeros = found
+    y, l1, nonzeros = _Chosen.apply(how, matrix, w_up, w_down, b_up, b_down, choice.threshold)  # type: ignore[no-untyped-call]
     return (y if x.dim() == 2 else unviewed(y, x.shape)), l1, nonzeros
 
 
@@ -260,19 +249,10 @@ class _Chosen(torch.autograd.Function):
 
 
 def _of_thresholds(
-    bandwidth: float,
-    windows: Sequence[Tensor],
-    counts: Tensor,
-    level: Tensor,
-    w_down: Tensor,
-    dy: Tensor | None,
-    dl1: Tensor | None,
-    dn: Tensor | None,
+    bandwidth: float, windows: Sequence[Tensor], counts: Tensor, level: Tensor, w_down: Tensor, *upstream: Tensor | None
 ) -> Tensor:
-    """The gradient of the thresholds: their windows times dy, and rows of that times rows of ``w_down`` [K, N].
-
-    So no dh is made. A NaN in dy is a NaN for all thresholds, as in dense PyTorch.
-    """
+    """The gradient of the thresholds, without a dh: their windows times dy, and rows of that times those of w_down."""
+    dy, dl1, dn = upstream
     found, first = torch.zeros_like(level, dtype=torch.float32), 0
     parts: list[Tensor] = []
     if dy is not None:

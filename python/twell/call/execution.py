@@ -44,9 +44,8 @@ class Made(NamedTuple):
     """What a caller says of weights that it made for one call.
 
     held: a weight that it holds, by which operators find the site. first_column: gradients of the weights are wanted
-    from here on, as columns [N, K]; what backward returns before means nothing. dense: computes y, the hidden state and
-    the gate, before or after its activation, for a call that runs dense; None for PyTorch's operators on the weights.
-    apply: of a call that needs gradients, which the weights do not show: see ``twell.call.autograd.ffn``.
+    from here on, as columns [N, K]. dense: computes y, the hidden state and the gate, before or after its activation,
+    in place of PyTorch's operators on the weights. apply: of a call that needs gradients, see ``autograd.ffn``.
     """
 
     held: Tensor | None
@@ -56,10 +55,7 @@ class Made(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """What only some callers ask of a call. choice: what PyTorch chooses of the pre-activations, beside the activation.
-
-    counts: see ``twell.sparse_ffn``.
-    """
+    """What only some callers ask: ``choice``, what PyTorch chooses of the pre-activations; ``counts`` of sparse_ffn."""
 
     made: Made | None = None
     choice: Selection | None = None
@@ -96,8 +92,7 @@ def run(call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | Non
         own = None if call.extra.made is None else call.extra.made.dense
         y, hidden, gate, nonzeros = _dense(call, layer, mains) if own is None else (*own(), None)
         if route.measurement is not None:
-            plain = layer.gate is None
-            candidates = screened.wanted(route.measurement, layer, call.activation) if plain else None
+            candidates = screened.wanted(route.measurement, layer, call.activation) if layer.gate is None else None
             route.measurement.dense(gate, call.activation.level(gate.dtype), candidates)
         if route.holder is not None:
             # training keeps its choice until backward passes y
@@ -108,6 +103,8 @@ def run(call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | Non
         return (y, dense_aux(hidden, gate, call.activation, nonzeros)) if call.return_aux else y
 
     y, l1, nonzeros = _sparse(call, layer, route, mains, site)
+    if route.holder is not None:
+        route.holder.hold(y)
     if y.dim() != tokens.dim():
         y = unviewed(y, torch.Size((*tokens.shape[:-1], y.shape[-1])))
     return (y, per_token(l1, nonzeros, tokens_of(tokens))) if call.return_aux else y
@@ -117,59 +114,39 @@ def _sparse(
     call: Call, layer: Layer, route: Route, mains: Mains, site: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y of the tokens [M, K], or of x's shape, and, where they are wanted, the sum of |h| and the non-zeros."""
-    if call.extra.choice is not None:
-        return _by_choice(call, layer, route)
-    layer, activation = _with_thresholds(layer, call.activation)
-    call = call._replace(how=call.how._replace(activation=activation))
-    if call.training and layer.gate is None:
-        return _train(call, layer, route, mains)
-    flat = {
-        name: t.reshape(-1, t.shape[-1])
-        for name, t in (("x", layer.x), ("gate", layer.gate))
-        if t is not None and t.dim() != 2
-    }
-    layer = layer._replace(**flat) if flat else layer
-    if call.training:
-        return _train(call, layer, route, mains)
-    if call.extra.counts is not None:
-        return _counted(call, layer, call.extra.counts)
-    if call.direct:
-        return ffn_on_cuda(layer, call.how.compression, call.activation, route, call.return_aux, call.how.fast)
-    x, w_gate, w_up, w_down, *biases = layer[:7]
-    how = (*call.activation, route.screen, route.invariant, *layer[7:], call.how.fast)
-    arguments = (x, w_gate, w_up, w_down.t(), *biases, call.how.compression, route.strategy, site, *how)
-    return ops.ffn_aux(*arguments) if call.return_aux else (ops.ffn(*arguments), None, None)
-
-
-def _with_thresholds(layer: Layer, activation: Activation) -> tuple[Layer, Activation]:
-    """A layer as the operators take it: thresholds of neurons lie behind the biases of the gate."""
-    if not activation.by_neuron:
-        return layer, activation
-    level = activation.level(layer.x.dtype)
-    bias = torch.zeros_like(level) if layer.b_gate is None else layer.b_gate
-    return layer._replace(b_gate=torch.cat([bias, level])), Activation(activation.name)
-
-
-def _counted(call: Call, layer: Layer, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of a call without gradients whose neurons are counted: what training keeps knows them."""
-    x, w_gate, w_up, w_down, *biases = layer[:7]
-    operands = x, w_gate, w_up, w_down.t(), *biases
-    y, l1, nonzeros, kept = ops.hybrid_forward(*operands, call.how.compression, 0, *call.activation)
-    counts += hybrid.firing(kept, x, len(w_gate), w_up is not None)
-    return y, l1, nonzeros
-
-
-def _by_choice(call: Call, layer: Layer, route: Route) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the sum of |h| and the number of non-zeros of a sparse call for which PyTorch makes the pre-activations."""
-    assert call.extra.choice is not None
-    if call.training:
-        found = _choice.ffn(layer, call.extra.choice, call.how.compression, call.extra.counts)
+    _, choice, counts = call.extra
+    if choice is not None and call.training:
+        found = _choice.ffn(layer, choice, call.how.compression, counts)
         if route.measurement is not None:
             route.measurement.counts(found[2].detach(), None)
-        if route.holder is not None:
-            route.holder.hold(found[0])
         return found
-    return _choice.inference(layer, call.extra.choice, call.how.compression, route.strategy, call.extra.counts)
+    if choice is not None:
+        return _choice.inference(layer, choice, call.how.compression, route.strategy, counts)
+    if call.activation.by_neuron:
+        # operators take thresholds of neurons behind the biases of the gate
+        level = call.activation.level(layer.x.dtype)
+        bias = torch.zeros_like(level) if layer.b_gate is None else layer.b_gate
+        layer = layer._replace(b_gate=torch.cat([bias, level]))
+        call = call._replace(how=call.how._replace(activation=Activation(call.activation.name)))
+    if call.training and layer.gate is None:
+        return _train(call, layer, route, mains)
+    for name in ("x", "gate"):
+        if (t := getattr(layer, name)) is not None and t.dim() != 2:
+            layer = layer._replace(**{name: t.reshape(-1, t.shape[-1])})
+    if call.training:
+        return _train(call, layer, route, mains)
+    if call.direct and counts is None:
+        return ffn_on_cuda(layer, call.how.compression, call.activation, route, call.return_aux, call.how.fast)
+    x, w_gate, w_up, w_down, *biases = layer[:7]
+    operands = x, w_gate, w_up, w_down.t(), *biases
+    if counts is not None:
+        # what training keeps knows the neurons
+        y, l1, nonzeros, kept = ops.hybrid_forward(*operands, call.how.compression, 0, *call.activation)
+        counts += hybrid.firing(kept, x, len(w_gate), w_up is not None)
+        return y, l1, nonzeros
+    how = (*call.activation, route.screen, route.invariant, *layer[7:], call.how.fast)
+    arguments = (*operands, call.how.compression, route.strategy, site, *how)
+    return ops.ffn_aux(*arguments) if call.return_aux else (ops.ffn(*arguments), None, None)
 
 
 def _train(call: Call, layer: Layer, route: Route, mains: Mains) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -192,22 +169,16 @@ def _train(call: Call, layer: Layer, route: Route, mains: Mains) -> tuple[Tensor
     totals = call.return_aux or measurement is not None or layer.gate is not None
     how = autograd.Call(call.name, call.how.compression, route.held, call.activation, route.screen, totals, note)
     first, apply = (0, None) if call.extra.made is None else (call.extra.made.first_column, call.extra.made.apply)
-    y, l1, nonzeros = autograd.ffn(how._replace(first=first), layer, mains, call.direct, apply)
-    if route.holder is not None:
-        # training keeps its choice until backward passes y
-        route.holder.hold(y)
-    return y, l1, nonzeros
+    return autograd.ffn(how._replace(first=first), layer, mains, call.direct, apply)
 
 
 def _dense(call: Call, layer: Layer, mains: Mains) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """y, the hidden state and the gate, before or after its activation, by PyTorch's own operators.
-
-    And the number of non-zeros (0-d), if it has a gradient.
-    """
+    """y, h, the gate before or after its activation, and the non-zeros if they have a gradient, by PyTorch."""
     activation, nonzeros = call.activation, None
     if any(main is not None for main in mains):
         given = {name: main for name, main in mains._asdict().items() if main is not None}
-        layer = layer._replace(**{name: autograd.into_main(getattr(layer, name), given[name]) for name in given})
+        into: Any = autograd.IntoMain.apply
+        layer = layer._replace(**{name: into(getattr(layer, name), main) for name, main in given.items()})
     operands = () if call.plain else tuple(operand for operand in layer if operand is not None)
 
     def between(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -249,9 +220,7 @@ def copies_down(w_down: Tensor) -> bool:
 
 def settled(call: Call, layer: Layer, route: Route, chosen: bool) -> Tensor | None:
     """y of a plain call, whose kind is known then; None of a call that must not or cannot be."""
-    if route.measurement is not None or modes.capturing(layer.x):
-        return None
-    if isinstance(call.activation.threshold, Tensor):
+    if route.measurement is not None or modes.capturing(layer.x) or isinstance(call.activation.threshold, Tensor):
         return None
     if call.training and (modes.checkpointed() or modes.in_backward()):
         return None

@@ -7,7 +7,7 @@ from torch import Tensor
 from twell import ops
 from twell.base.activation import ActivationName, activation_of
 from twell.base.arguments import require, require_flag
-from twell.call.admission import needing_grad, require_alike, strided
+from twell.call.admission import needing_grad, require_fitting, strided
 from twell.call.quantised import is_quantised, records, scaled
 from twell.choose.plan import PACKED_DTYPES, Facts, unpackable
 from twell.ops.experts import Experts, dense, require_how
@@ -91,7 +91,12 @@ def sparse_experts(
         _check(t, expert_ids, weights)
         operands = Layer.of(t)
     tokens, first, second, down = operands[:4]
-    _check_routes(tokens, first.shape[0], expert_ids, weights)
+    check_routes(f"{_NAME}: expert_ids", expert_ids, tokens.shape[:-1], first.shape[0])
+    if not weights.is_floating_point() or weights.shape != expert_ids.shape:
+        expected = f"floating {list(expert_ids.shape)}"
+        raise ValueError(f"{_NAME}: weights must be {expected}, got {weights.dtype} {list(weights.shape)}")
+    if expert_ids.device.type == "cpu" and not modes.tracing(0):
+        check_ids(f"{_NAME}: expert_ids", expert_ids, first.shape[0])
     ids = expert_ids.reshape(-1, expert_ids.shape[-1])
     matrices = tokens.reshape(-1, tokens.shape[-1]), first, second, down.transpose(1, 2)
     beside = (t["shared_up"], t["shared_down"].t()) if shared is not None else (None, None)
@@ -104,10 +109,9 @@ def sparse_experts(
             return dense(layer, act).view(tokens.shape)
         instead = "" if invariant else '; strategy="dense" takes it'
         if not plain:
-            raise NotImplementedError(
-                f'{_NAME}: "row" takes bfloat16 and float16 without gradients and transforms, got {tokens.dtype}'
-                f"{' and operands that require grad' if needing else ''}{instead}"
-            )
+            got = f"{tokens.dtype}{' and operands that require grad' if needing else ''}{instead}"
+            what = '"row" takes bfloat16 and float16 without gradients and transforms'
+            raise NotImplementedError(f"{_NAME}: {what}, got {got}")
         if refusal:
             raise refusal.kind(refusal.message + instead)
     y: Tensor = ops.experts(*layer[:5], layer.weights.float(), compression, strategy, *act, invariant, *layer[6:])
@@ -129,7 +133,6 @@ def _require_shared(shared: object, w_gate: object, invariant: bool, quantised: 
 
 
 def _check(t: dict[str, Tensor], *routes: Tensor) -> None:
-    """Raise unless the operands fit each other."""
     x, w_up = t["x"], t["w_up"]
     if not x.dim() or not x.shape[-1] or not x.is_floating_point() or x.dtype.itemsize < 2:
         raise ValueError(f"{_NAME}: x must be [..., K] of at least 16-bit floats, got {x.dtype} {list(x.shape)}")
@@ -138,20 +141,7 @@ def _check(t: dict[str, Tensor], *routes: Tensor) -> None:
     (count, n, _), k, most = w_up.shape, x.shape[-1], t.get("shared_up", x).shape[:1]
     shapes = {"x": [*x.shape], "w_up": [count, n, k], "w_gate": [count, n, k], "w_down": [count, k, n]}
     shapes |= {"shared_up": [*most, k], "shared_down": [k, *most]}
-    for name, operand in t.items():
-        if list(operand.shape) != shapes[name]:
-            raise ValueError(f"{_NAME}: {name} must be {shapes[name]}, got {list(operand.shape)}")
-    require_alike(_NAME, t)
+    require_fitting(_NAME, t, shapes)
     devices = {str(operand.device) for operand in (x, *routes)}
     if len(devices) > 1:
         raise ValueError(f"{_NAME}: operands must be on one device, got {' and '.join(sorted(devices))}")
-
-
-def _check_routes(x: Tensor, count: int, expert_ids: Tensor, weights: Tensor) -> None:
-    """Raise unless ids and weights fit the tokens and ``count`` experts."""
-    check_routes(f"{_NAME}: expert_ids", expert_ids, x.shape[:-1], count)
-    if not weights.is_floating_point() or weights.shape != expert_ids.shape:
-        expected = f"floating {list(expert_ids.shape)}"
-        raise ValueError(f"{_NAME}: weights must be {expected}, got {weights.dtype} {list(weights.shape)}")
-    if expert_ids.device.type == "cpu" and not modes.tracing(0):
-        check_ids(f"{_NAME}: expert_ids", expert_ids, count)

@@ -74,15 +74,13 @@ def sparse_gated_ffn(
             128 tokens and the neurons that any token of a tile fires. Both are the same where a gradient will be
             needed, and for few tokens in one pass; every named strategy runs float32 and float64 dense, which is logged
             once at INFO. "dense" is plain PyTorch, for any size and any dtype of F.linear.
-            "auto" takes the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It
-            keeps nothing between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do,
-            chooses by measured sparsity. It may screen: it runs "union", but computes a gate only where a product in
-            int8 and a bound of its error say that it may be a non-zero (docs/notes/screen.md). That misses a gate if
-            the bound fails, with a probability of at most 2^-80 per gate; a named strategy never screens. Graphs
-            without gradients choose when they run. "auto" and an ``AutoStrategy`` are dense on a CPU and, after a
-            warning, on a GPU that was not measured. Strategies may differ in the last bits of a result. "row" reads
-            weight rows again for each token: where many tokens fire many neurons it takes many times as long as dense,
-            16.8 ms where that takes 1.6 for 16,384 tokens with 911 non-zeros each (H100, K = 2,048, N = 5,632).
+            "auto" takes the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. An
+            ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. It may screen: compute a
+            gate only where a product in int8 and a bound of its error say that it may be a non-zero, which misses one
+            with a probability of at most 2^-80 (docs/notes/screen.md). Graphs without gradients choose when they run.
+            Both are dense on a CPU and, after a warning, on a GPU that was not measured. Strategies may differ in the
+            last bits of a result. Where many tokens fire many neurons "row" takes many times as long as dense: 16.8 ms
+            to 1.6 for 16,384 tokens with 911 non-zeros each (H100, K = 2,048, N = 5,632).
         invariant: with "row", "auto" or an ``AutoStrategy``, inference runs "row", on a GPU with the same bits for a
             token whatever other tokens the call has, and however many. Calls that need gradients, a threshold that is
             a 0-d tensor, and a class or mode that overrides PyTorch's operators raise NotImplementedError.
@@ -246,8 +244,7 @@ def sparse_up_down(
     got and expected.
     """
     how = How(activation_of(activation, threshold, gated=w_up is not None), strategy, False, compression)
-    layer = Layer(x, None, w_up, w_down, None, b_up, b_down, gate)
-    return run(sparse_up_down, layer, how, None, return_aux)
+    return run(sparse_up_down, Layer(x, None, w_up, w_down, None, b_up, b_down, gate), how, None, return_aux)
 
 
 def _require_inference(main_grads: Any, return_aux: bool, activation: Activation) -> None:
@@ -359,9 +356,9 @@ def _asked(how: How, screens: bool) -> _Asked:
 
 
 class _Admitted(NamedTuple):
-    """Operands that were checked. operands: by name, as autocast casts them; None of plain tensors in eager mode.
+    """Operands that were checked. layer: None of DTensors. training, direct: see ``Call``.
 
-    layer: None of DTensors. training: whether a gradient will be needed. direct: see ``Call``.
+    operands: by name, as autocast casts them; None of plain tensors in eager mode.
     """
 
     layer: Layer | None
@@ -426,12 +423,7 @@ def _of_the_largest(name: str, layer: Layer, how: How, asked: _Asked, extra: Ext
 
 
 def _on_shards(
-    function: Callable[..., Any],
-    operands: Mapping[str, Tensor],
-    mains: Sequence[Tensor | None] | None,
-    return_aux: bool,
-    how: How,
-    extra: Extra,
+    function: Callable[..., Any], operands: Mapping[str, Tensor], mains: Any, return_aux: bool, how: How, extra: Extra
 ) -> Any:
     """Run ``function`` on DTensors: each rank runs it on its local parts."""
     from twell.call import sharding
@@ -451,19 +443,11 @@ def _gathered(facts: Facts, operands: Mapping[str, Tensor], layer: Layer) -> Fac
     """The facts of a call that is not plain, or that the kernels may refuse."""
     gives = layer.gate is not None
     x, (n, k) = layer.tokens, layer.w_down.shape[::-1] if gives else layer.w_gate.shape
-    return facts._replace(
-        n=n,
-        k=k,
-        dtype=x.dtype,
-        device=x.device.type,
-        needing=tuple(needing_grad(operands)),
-        transformed=modes.transform_of(operands, facts.training),
-        overridden=overridden(operands) or ("DTensors" if gives and sharded(operands) else ""),
-        onnx=modes.to_onnx(),
-        exporting=modes.exporting(),
-        tracing=modes.tracing(tokens_of(x)),
-        sliced=not gives,
-    )
+    own: dict[str, Any] = {"n": n, "k": k, "dtype": x.dtype, "device": x.device.type, "sliced": not gives}
+    own |= {"onnx": modes.to_onnx(), "exporting": modes.exporting(), "tracing": modes.tracing(tokens_of(x))}
+    own["needing"], own["transformed"] = tuple(needing_grad(operands)), modes.transform_of(operands, facts.training)
+    own["overridden"] = overridden(operands) or ("DTensors" if gives and sharded(operands) else "")
+    return facts._replace(**own)
 
 
 def _say(facts: Facts, route: Route) -> None:

@@ -1,6 +1,5 @@
 """``pack``, and ``PackedTwell``: a packed gate with the sizes to read it. A pytree of three tensors."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,6 @@ from twell.call.admission import admit, needing_grad, sharded
 from twell.call.plain import overridden
 from twell.choose.plan import PACKED_DTYPES, Facts, unpackable
 from twell.runtime import geometry, modes
-
-_TENSORS = ("words", "spill", "stats")
 
 
 @dataclass(frozen=True)
@@ -73,20 +70,16 @@ def pack(
     kind = activation_of("fatrelu", threshold)
     geometry.words_per_tile(compression)
     t = admit(name, x=x, w_gate=w_gate, b_gate=b_gate)
-    x = t["x"]
-    n, k = t["w_gate"].shape
-    facts = Facts(name, n=n, k=k, device=x.device.type)
-    if refusal := unpackable(facts, instead=""):
+    x, (n, k) = t["x"], t["w_gate"].shape
+    if refusal := unpackable(Facts(name, n=n, k=k, device=x.device.type), instead=""):
         raise refusal.kind(refusal.message)
     if x.dtype not in PACKED_DTYPES:
         raise TypeError(f"{name}: dtype must be bfloat16 or float16, which the format stores, got {x.dtype}")
     if got := modes.transform_of(t, False) or overridden(t):
         raise NotImplementedError(f"{name}: the format takes plain tensors, got {got}")
     if needing := needing_grad(t):
-        raise NotImplementedError(
-            f"{name}: {', '.join(needing)} requires grad, but the format stores no gradient; "
-            "call it under torch.no_grad()"
-        )
+        what = f"{', '.join(needing)} requires grad, but the format stores no gradient"
+        raise NotImplementedError(f"{name}: {what}; call it under torch.no_grad()")
     if sharded(t):
         raise NotImplementedError(f"{name}: operands must be plain tensors, got DTensors: pack to_local() of each")
     tokens = x.reshape(-1, x.shape[-1])
@@ -95,25 +88,15 @@ def pack(
     return PackedTwell(words, spill, stats, n, compression)
 
 
-def _flatten(packed: PackedTwell) -> tuple[list[Any], tuple[int, int]]:
-    return [getattr(packed, name) for name in _TENSORS], (packed.n, packed.compression)
-
-
 def _flatten_with_keys(packed: PackedTwell) -> tuple[list[Any], tuple[int, int]]:
-    children, context = _flatten(packed)
-    return [(pytree.GetAttrKey(name), child) for name, child in zip(_TENSORS, children, strict=True)], context
-
-
-def _unflatten(children: Iterable[Any], context: tuple[int, int]) -> PackedTwell:
-    words, spill, stats = children
-    n, compression = context
-    return PackedTwell(words, spill, stats, n, compression)
+    names = ("words", "spill", "stats")
+    return [(pytree.GetAttrKey(name), getattr(packed, name)) for name in names], (packed.n, packed.compression)
 
 
 pytree.register_pytree_node(
     PackedTwell,
-    _flatten,
-    _unflatten,
+    lambda packed: ([packed.words, packed.spill, packed.stats], (packed.n, packed.compression)),
+    lambda tensors, sizes: PackedTwell(*tensors, *sizes),
     serialized_type_name="twell.PackedTwell",
     flatten_with_keys_fn=_flatten_with_keys,
 )

@@ -23,10 +23,7 @@ _FORWARD = nn.Linear.forward if getattr(nn.Linear.forward, "__globals__", None) 
 _LINEAR = F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_LINEARS = frozenset(vars(nn.Linear(1, 1, device="meta"))) | {"_is_hf_initialized", "_hf_hook", "_old_forward"}
-HOOKS_OF_ALL = (
-    *(_module._global_forward_pre_hooks, _module._global_forward_hooks),
-    *(_module._global_backward_pre_hooks, _module._global_backward_hooks),
-)
+HOOKS_OF_ALL = tuple(getattr(_module, f"_global{hooks}") for hooks in HOOKS)
 
 
 def behaves(value: Tensor | None) -> bool:
@@ -63,9 +60,7 @@ def is_plain(child: nn.Module, alike: tuple[Any, ...] = ()) -> bool:
     # torch.compile of torch 2.11 does not trace what an instance has
     if kind.forward is not nn.Linear.forward and (not alike or own_code(child) not in alike):
         return False
-    if kind.__call__ is not nn.Linear.__call__:
-        return False
-    if not runs_its_class(child):
+    if kind.__call__ is not nn.Linear.__call__ or not runs_its_class(child):
         return False
     for parameter in child._parameters.values():
         if not behaves(parameter):
@@ -77,8 +72,7 @@ def runs_its_class(child: nn.Module) -> bool:
     """Whether calling ``child`` runs the forward of its class and no hooks but those that move tensors."""
     if _replaced(child) and not only_moves(child):
         return False
-    hooks = child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks
-    return not hooks
+    return not (child._forward_pre_hooks or child._forward_hooks or child._backward_pre_hooks or child._backward_hooks)
 
 
 def own_code(child: nn.Module) -> tuple[Any, ...]:

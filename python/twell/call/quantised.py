@@ -18,7 +18,6 @@ _WHAT = "e4m3 weights are for inference alone"
 
 
 def is_quantised(x: Any, weights: Sequence[Any]) -> bool:
-    """Whether a call has an operand in e4m3."""
     return isinstance(x, Float8) or any(isinstance(weight, Float8) for weight in weights)
 
 
@@ -29,10 +28,8 @@ def records(name: str, weights: Sequence[Any]) -> tuple[Any, ...]:
         if isinstance(weight, Float8):
             weight = checked(f"{name}: {argument}", weight)
             if weight.granularity == "block":
-                instead = "give it dequantize(torch.bfloat16)"
-                raise NotImplementedError(
-                    f"{name}: {argument} must have scales by row or tensor, got blocks: {instead}"
-                )
+                expected = f"{argument} must have scales by row or tensor"
+                raise NotImplementedError(f"{name}: {expected}, got blocks: give it dequantize(torch.bfloat16)")
         found.append(weight)
     return tuple(found)
 
@@ -45,18 +42,13 @@ def _tokens(name: str, x: Float8) -> Float8:
         scale = scale.squeeze(-1)
     elif scale.shape == tokens[:-1]:
         scale = scale[..., None].expand(tokens)
-    if scale.shape != tokens:
+    elif scale.shape != tokens:
         raise ValueError(f"{name}: scale of x must be {list(tokens)}, one for each token, got {list(x.scale.shape)}")
     return Float8(values, scale.float())
 
 
 def admitted(
-    name: str,
-    x: Any,
-    weights: Sequence[Any],
-    biases: Sequence[Tensor | None],
-    how: How,
-    input_scale: Tensor | None = None,
+    name: str, x: Any, weights: Sequence[Any], biases: Sequence[Tensor | None], how: How, input_scale: Tensor | None
 ) -> Layer:
     """``scaled`` of a layer, whose operands fit each other."""
     if how.activation.moves:
@@ -97,16 +89,14 @@ def _record(name: str, argument: str, weight: Any, dimensions: int) -> Float8 | 
     if weight is None:
         return None
     if not isinstance(weight, Float8):
-        advice = "twell.quantize makes it so"
-        raise TypeError(
-            f"{name}: {argument} must be a Float8 as other operands are, got {type(weight).__name__}; {advice}"
-        )
+        got = f"{type(weight).__name__}; twell.quantize makes it so"
+        raise TypeError(f"{name}: {argument} must be a Float8 as other operands are, got {got}")
     if weight.values.dim() != dimensions:
         raise ValueError(f"{name}: {argument} must have {dimensions} dimensions, got {list(weight.shape)}")
     return weight
 
 
-def _cast(name: str, x: Any) -> Tensor:
+def _cast(name: str, x: object) -> Tensor:
     """x as the kernels take it, bfloat16."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: x must be a tensor or a Float8, got {type(x).__name__}")
@@ -115,8 +105,7 @@ def _cast(name: str, x: Any) -> Tensor:
         x = x.to(torch.get_autocast_dtype(kind))
     if x.dtype != torch.bfloat16:
         raise TypeError(f"{name}: x must be bfloat16 with e4m3 weights, got {x.dtype}: run the model in bfloat16")
-    made: Tensor = x
-    return made
+    return x
 
 
 def _require_plain(name: str, x: Tensor, operands: Sequence[Tensor | None]) -> None:

@@ -5,16 +5,12 @@ b_up Shard(0), x and b_down Replicate. Operands placed otherwise are redistribut
 ``nn.Linear``: tokens sharded over ranks are gathered, and their gradient is scattered. y and the figures of ``Aux`` are
 Partial. Gradients follow: that of x is Partial. Only one rank adds b_down to y, but every rank has its whole gradient.
 
-Each rank packs its own neurons, numbered from 0, in tiles of 256. A packed tensor of the whole does not exist, and
-nothing is communicated before y. Rules for the operators in between would have to promise shapes that follow from no
-global shape (tiles, unions, capacities), so there is one rule for the whole block. An ``AutoStrategy`` sees the local
-problem alone: every rank measures its own neurons and may choose another strategy than its neighbours. The collectives
-lie outside and are the same for all.
-
-Operators have no rules: torch refuses DTensors for them.
+Each rank packs its own neurons, numbered from 0, and nothing is communicated before y. Operators have no rules, as
+their shapes (tiles, unions, capacities) follow from no global shape: torch refuses DTensors for them. An
+``AutoStrategy`` sees the local problem alone, so ranks may choose different strategies.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -33,20 +29,9 @@ MULTIPLE = 8
 
 
 def ffn(
-    name: str,
-    local: Callable[..., Any],
-    operands: Mapping[str, Tensor],
-    *,
-    dense: bool,
-    return_aux: bool,
-    **options: Any,
+    name: str, local: Any, operands: Mapping[str, Tensor], *, dense: bool, return_aux: bool, **options: Any
 ) -> tuple[DTensor, tuple[DTensor, DTensor] | None]:
-    """Run ``local``, the function called ``name``, on DTensors: y and, if asked for, (l1, l0).
-
-    ``operands``: those present, by name, of the right global shapes. ``dense``: whether any number of neurons will do.
-    Raises TypeError if an operand is not a DTensor, ValueError for different meshes and for shares of neurons that the
-    kernels do not take, NotImplementedError for weights that no rank has a share of, and for more mesh dimensions.
-    """
+    """Run ``local``, called ``name``, on DTensors: y and, if asked for, (l1, l0); if ``dense``, of any shares."""
     tensors, mesh = require_dtensors(name, operands)
     placed = {argument: tensors[argument].placements for argument in WEIGHTS if argument in tensors}
     if mesh.ndim != 1 or not any(_sharded(placements[0]) for placements in placed.values()):
@@ -63,8 +48,8 @@ def ffn(
         arguments["b_down"] = _Elsewhere.apply(arguments["b_down"])  # type: ignore[no-untyped-call]
     result = local(**arguments, return_aux=return_aux, **options)
     y, aux = result if return_aux else (result, None)
-    partial = (Partial(),)
-    whole = DTensor.from_local(y, mesh, partial, run_check=False, shape=x.shape, stride=_contiguous(x.shape))
+    partial, stride = (Partial(),), torch.empty(x.shape, device="meta").stride()
+    whole = DTensor.from_local(y, mesh, partial, run_check=False, shape=x.shape, stride=stride)
     if aux is None:
         return whole, None
     l1, l0 = (DTensor.from_local(figure, mesh, partial, run_check=False) for figure in aux)
@@ -77,10 +62,9 @@ def require_dtensors(name: str, operands: Mapping[str, Tensor]) -> tuple[dict[st
     for argument, value in operands.items():
         if not isinstance(value, DTensor):
             other = next(a for a, v in operands.items() if isinstance(v, DTensor))
-            raise TypeError(
-                f"{name}: {argument} must be a DTensor as {other} is, got {type(value).__name__}; "
-                "twell.nn.distributed.SparseMLPParallel takes care of it for the modules, DTensor.from_local makes one"
-            )
+            got = f"{type(value).__name__}; twell.nn.distributed.SparseMLPParallel takes care of it for the modules"
+            what = f"{argument} must be a DTensor as {other} is, got {got}, DTensor.from_local makes one"
+            raise TypeError(f"{name}: {what}")
         tensors[argument] = value
     first = next(iter(tensors))
     mesh = tensors[first].device_mesh
@@ -93,8 +77,7 @@ def require_dtensors(name: str, operands: Mapping[str, Tensor]) -> tuple[dict[st
 def lay(weight: DTensor, rows: bool) -> bool:
     """Store the local part of a DTensor ``weight`` [K, N], and of its gradient, by rows of neurons, or contiguous.
 
-    Returns whether that changed it. The Parameter stays the same object. A part sharded along K, which only
-    ``fully_shard`` makes, stays as it is, because no kernel reads it.
+    Returns whether that changed it; the Parameter stays the same object. A part sharded along K stays as it is.
     """
     gradient = cast("DTensor | None", weight.grad)
     with torch.no_grad():
@@ -133,10 +116,9 @@ def _local(tensor: DTensor, placements: tuple[Placement, ...], gradient: tuple[P
 
 
 class _Local(torch.autograd.Function):
-    """``to_local`` in eager mode for all versions of torch.
+    """``to_local`` in eager mode, which waits for a collective under way and lays a gradient out like its tensor.
 
-    It waits for a collective under way, makes no zero gradient where there is none, and lays a gradient out like its
-    tensor. Otherwise a leaf would copy the gradient, which torch 2.9 does wrongly if it is Partial.
+    Otherwise a leaf would copy the gradient, which torch 2.9 does wrongly if it is Partial.
     """
 
     @staticmethod
@@ -145,17 +127,15 @@ class _Local(torch.autograd.Function):
         if isinstance(part, AsyncCollectiveTensor):
             part = part.wait()
         ctx.set_materialize_grads(False)
-        ctx.placed = (tensor.device_mesh, gradient)
-        ctx.whole = (tensor.shape, tensor.stride())
+        ctx.placed, ctx.whole = (tensor.device_mesh, gradient), (tensor.shape, tensor.stride())
         ctx.rows = part.dim() == 2 and not part.is_contiguous() and part.t().is_contiguous()
         return part.view_as(part)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[DTensor | None, None]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "a layer divided over ranks has no second derivative, got a backward pass with create_graph=True"
-            )
+            got = "a backward pass with create_graph=True"
+            raise RuntimeError(f"a layer divided over ranks has no second derivative, got {got}")
         if gradient is None:
             return None, None
         laid = gradient.t().contiguous().t() if ctx.rows else gradient.contiguous()
@@ -180,14 +160,6 @@ def require_shares(name: str, n: int, ranks: int) -> None:
     step = -(-n // ranks)
     shares = {max(0, min(step, n - i * step)) for i in range(ranks)}
     if any(share == 0 or share % MULTIPLE for share in shares):
-        raise ValueError(
-            f"{name}: each rank's share of the neurons must be a positive multiple of {MULTIPLE} for the sparse "
-            f'kernels, got N = {n} over {ranks} ranks: {sorted(shares)} each; strategy="dense" takes any'
-        )
-
-
-def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    stride = [1]
-    for size in reversed(shape[1:]):
-        stride.insert(0, stride[0] * max(size, 1))
-    return tuple(stride)
+        expected = f"a positive multiple of {MULTIPLE} for the sparse kernels"
+        got = f'N = {n} over {ranks} ranks: {sorted(shares)} each; strategy="dense" takes any'
+        raise ValueError(f"{name}: each rank's share of the neurons must be {expected}, got {got}")

@@ -1,8 +1,7 @@
 """The cards: rates of GPU models, fitted to measured times of routes, and the one in use.
 
 ``twell tune`` fits rates on any card. ``cards.json`` beside this file has those that ship, and
-``<cache>/tuning/<GPU>.json`` the user's own. It is read once per process and GPU model, at the first decision there. A
-file that cannot be used is ignored, with one warning; one of other kernels is used, with one warning.
+``<cache>/tuning/<GPU>.json`` the user's own. It is read once per process and GPU model, at the first decision there.
 """
 
 import dataclasses
@@ -79,9 +78,8 @@ class ExpertRates(NamedTuple):
 class Card:
     """The rates of a GPU model, and where they come from.
 
-    machine: the machine line. date: ISO 8601. kernels: the hash of the kernels that were measured. family: of these,
-    "sm90" or "portable". sms: multiprocessors. float8: of e4m3 weights. file: the user's, None for those that ship.
-    note: why a file of the user is not used, or what to know of it, or "".
+    machine: the machine line. date: ISO 8601. kernels: the hash of those that were measured, of ``family``. float8: of
+    e4m3 weights. file: the user's, None for those that ship. note: why a file is not used, or what to know of it.
     """
 
     machine: str
@@ -180,9 +178,8 @@ def read(gpu: str, family: str = specs.SM90, sms: int | None = None) -> Card:
         return dataclasses.replace(best, note=f'"auto" ignores {path}, no rates of `twell tune`: {error}')
     other = own.kernels != fingerprint.source_hash()
     note = f"{path} has times of other kernels: run `twell tune` again" if other else ""
-    float8, experts = own.float8 or best.float8, own.experts or best.experts
     own = dataclasses.replace(own, sms=sms or own.sms, file=path, note=note)
-    return dataclasses.replace(own, float8=float8, experts=experts)
+    return dataclasses.replace(own, float8=own.float8 or best.float8, experts=own.experts or best.experts)
 
 
 def write(card: Card) -> Path:
@@ -227,13 +224,13 @@ def imposed(kind: str, index: int | None) -> str:
     except RuntimeError:
         # no driver: these are fake tensors
         return ""
-    has_kernels = device.architecture(index) is not None
-    if capability == device.SM_90 or (has_kernels and in_use(torch.device("cuda", index)).file is not None):
+    if capability == device.SM_90:
         return ""
     of = f"{device.name(index)} (compute capability {'.'.join(map(str, capability))})"
-    if not has_kernels:
+    if device.architecture(index) is None:
         return f"there are no sparse kernels for {of}, only for {', '.join(f'{m}.x' for m in device.ARCHITECTURES)}"
-    return f"rates of the sparse kernels are not known on {of}; `twell tune` measures them"
+    known = in_use(torch.device("cuda", index)).file is not None
+    return "" if known else f"rates of the sparse kernels are not known on {of}; `twell tune` measures them"
 
 
 @constant

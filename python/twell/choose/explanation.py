@@ -78,12 +78,6 @@ def _cells(row: Choice) -> tuple[str, ...]:
     """The cells of a row without that of its layer, and the reason."""
     nonzeros, union, *_ = row.figures or (None, None)
     measured = "" if row.measured is None else f" (measured in call {row.measured})"
-    return (
-        f"{row.graph or row.calls or ''} {row.kind}".strip(),
-        row.tokens,
-        row.strategy,
-        "-" if nonzeros is None else f"{nonzeros:.1f}",
-        "-" if union is None else f"{union:.1%}",
-        row.layout or "-",
-        row.reason + measured,
-    )
+    calls = f"{row.graph or row.calls or ''} {row.kind}".strip()
+    figures = "-" if nonzeros is None else f"{nonzeros:.1f}", "-" if union is None else f"{union:.1%}"
+    return calls, row.tokens, row.strategy, *figures, row.layout or "-", row.reason + measured

@@ -46,8 +46,7 @@ class Transfer:
 
     def read(self) -> list[int]:
         """The values, after they have arrived."""
-        values: list[int] = self._values.tolist()
-        return values
+        return self._values.tolist()
 
 
 def beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
@@ -56,10 +55,7 @@ def beside_captures(tensor: Tensor) -> AbstractContextManager[None]:
 
 
 class Measurement(NamedTuple):
-    """A call whose figures the site wants.
-
-    site: the ``AutoStrategy``. screen: whether it wants the candidates of the int8 screen, too.
-    """
+    """A call whose figures the site, an ``AutoStrategy``, wants; ``screen``: also the candidates of the int8 screen."""
 
     site: Any
     problem: rates.Problem
@@ -94,15 +90,14 @@ class Measurement(NamedTuple):
         whole = self.problem.m // geometry.TOKEN_TILE
         with beside_captures(nonzeros):
             values = {"nonzeros": nonzeros.long()}
-            if unions is not None and whole:
-                # a partial tile has a smaller union
-                values["unions"] = unions[:whole].sum()
-            if candidates is not None and whole:
-                values["candidates"] = candidates[:whole].sum()
+            # a partial tile has a smaller union
+            for name, of_tiles in (("unions", unions), ("candidates", candidates)):
+                if of_tiles is not None and whole:
+                    values[name] = of_tiles[:whole].sum()
             if heaviest is not None:
                 values["heaviest"] = heaviest.long()
             transfer = Transfer(torch.stack(tuple(values.values())))
-        self.site.expect(self.problem, self.call, transfer, most, tuple(values))
+        self.site.expect(Expected(self.problem, self.call, transfer, most, tuple(values)))
 
 
 class Expected(NamedTuple):
@@ -115,18 +110,11 @@ class Expected(NamedTuple):
     names: tuple[str, ...]
 
     def figures(self) -> rates.Figures:
-        """The figures, after they have arrived."""
         m, n = self.problem.m, self.problem.n
         values = dict(zip(self.names, self.transfer.read()))
-        nonzeros, unions, heaviest = values["nonzeros"], values.get("unions"), values.get("heaviest")
         neurons = m // geometry.TOKEN_TILE * n
-        if unions is None or (self.most is not None and nonzeros > self.most):
-            union = None
-        else:
-            union = unions / neurons
-        return rates.Figures(
-            nonzeros / m,
-            union,
-            None if heaviest is None else heaviest / min(m, rates.HEAVY_GROUP),
-            values["candidates"] / neurons if "candidates" in values else None,
-        )
+        of = {"nonzeros": m, "unions": neurons, "heaviest": min(m, rates.HEAVY_GROUP), "candidates": neurons}
+        if self.most is not None and values["nonzeros"] > self.most:
+            values.pop("unions", None)
+        found = {name: count / of[name] for name, count in values.items()}
+        return rates.Figures(found["nonzeros"], *map(found.get, ("unions", "heaviest", "candidates")))

@@ -1,8 +1,7 @@
 """How a call runs, as far as nothing is measured: ``plan`` decides it from ``Facts`` alone, and nothing else does.
 
-Functions, the operator ``ffn``, ``explain``, ``analyze`` and the constructors of layers gather what
-they know and ask. The answer is a ``Route`` or a ``Refusal``. A route to "auto" leaves the choice to costs, with
-figures that an ``AutoStrategy`` measured (``twell.choose.site``) or without any (``twell.choose.rates``).
+Functions, the operator ``ffn``, ``explain``, ``analyze`` and the constructors of layers ask it. A route to "auto"
+leaves the choice to costs, with figures that an ``AutoStrategy`` measured or without any (``twell.choose.rates``).
 """
 
 from typing import Any, NamedTuple
@@ -112,9 +111,7 @@ def routed(facts: Facts) -> Route:
 def plan(facts: Facts) -> Route | Refusal:
     """The route of a call with these facts, "auto" where costs decide, or why there is none. A pure function."""
     asked, invariant = facts.strategy, facts.invariant
-    odd = asked not in STRATEGIES or invariant is not False or (facts.screen and asked not in _SCREENING)
-    odd = odd or not isinstance(facts.compression, int) or facts.compression not in geometry.COMPRESSIONS
-    if odd and (refusal := _misnamed(facts)):
+    if refusal := _misnamed(facts):
         return refusal
     if invariant:
         # it alone gives the same bits
@@ -134,12 +131,9 @@ def plan(facts: Facts) -> Route | Refusal:
         return Route("dense", reason=facts.overridden)
     packed = facts.dtype in PACKED_DTYPES
     if not packed and (facts.dtype not in _WIDE_DTYPES or facts.device != "cpu"):
-        return _refusal(
-            TypeError,
-            facts,
-            "dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast), "
-            f'got {facts.dtype} on {facts.device}; strategy="dense" takes what F.linear takes there',
-        )
+        what = "dtype must be bfloat16 or float16 (float32 and float64 on the CPU, float32 under autocast)"
+        got = f'{facts.dtype} on {facts.device}; strategy="dense" takes what F.linear takes there'
+        return _refusal(TypeError, facts, f"{what}, got {got}")
     if invariant and facts.training:
         what = "invariant=True computes inference alone"
         more = "got grad mode and operands that require grad; call it under torch.no_grad(), or train without it"
@@ -157,10 +151,7 @@ def plan(facts: Facts) -> Route | Refusal:
 
 
 def unpackable(facts: Facts, instead: str = _DENSE_TAKES_IT) -> Refusal | None:
-    """Why the sparse kernels do not take these sizes or this device, if they do not.
-
-    Messages about sizes end with ``instead``.
-    """
+    """Why the sparse kernels do not take these sizes or this device; messages about sizes end with ``instead``."""
     sizes = (
         ("K", facts.k, specs.K_CLASSES[-1], 16 if facts.float8 else 8),
         ("N", facts.n, geometry.MOST_NEURONS if facts.sliced else geometry.MAX_NEURONS, 8),
@@ -225,14 +216,10 @@ def _without_kernels(facts: Facts, asked: str) -> Route | Refusal:
     if facts.transformed:
         why = f'takes plain tensors, got {facts.transformed}; use strategy="dense", or "auto", which is dense then'
     elif facts.onnx:
-        why = (
-            "cannot be exported to ONNX, which has no such operators; export with "
-            'strategy="dense", or "auto", which is dense then, or by torch.export'
-        )
+        instead = 'export with strategy="dense", or "auto", which is dense then, or by torch.export'
+        why = f"cannot be exported to ONNX, which has no such operators; {instead}"
     else:
-        why = (
-            "exports inference alone, got grad mode and operands that require grad "
-            f"({', '.join(facts.needing)}); export under torch.no_grad(), with frozen weights or with "
-            'strategy="dense"'
-        )
+        got = f"grad mode and operands that require grad ({', '.join(facts.needing)})"
+        instead = 'export under torch.no_grad(), with frozen weights or with strategy="dense"'
+        why = f"exports inference alone, got {got}; {instead}"
     return _refusal(NotImplementedError, facts, f'strategy="{asked}" {why}')

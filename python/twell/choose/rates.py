@@ -195,7 +195,6 @@ def seconds(problem: Problem, figures: Figures, card: Card | None = None) -> dic
 
 
 def _host(problem: Problem) -> dict[str, float]:
-    """us of the host by route."""
     host = HOST[problem.training]
     return host if problem.gated else {**host, "dense": _PAIR * host.get("dense", 0.0)}
 
@@ -307,14 +306,10 @@ def experts_seconds(
     products, weights = 2 + gated, 2.0 * n * k / 1e6
     flop = pairs * weights / of.flop
     rows = fired * weights * (2 * pairs if gated else touched)
-    found = {
-        "row": of.start + max(touched * weights / of.memory, flop) + rows / of.row_memory,
-        "dense": of.grouped_start + products * max(touched * weights / of.grouped_memory, flop),
-    }
-    return {route: us / 1e6 for route, us in found.items()}
+    row = of.start + max(touched * weights / of.memory, flop) + rows / of.row_memory
+    dense = of.grouped_start + products * max(touched * weights / of.grouped_memory, flop)
+    return {"row": row / 1e6, "dense": dense / 1e6}
 
-
-# The choice
 
 # "auto" changes its mind, or leaves dense, for this share of the time, about the error of predictions.
 MARGIN = 0.02

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from twell.base.arguments import require_integer
 from twell.choose import cards, rates
 from twell.choose.explanation import Choice
-from twell.choose.measurement import Expected, Measurement, Transfer
+from twell.choose.measurement import Expected, Measurement
 from twell.choose.plan import Route, route_of
 from twell.runtime import geometry, modes
 from twell.runtime.log import logger
@@ -48,10 +48,7 @@ def require_screen(screen: object) -> None:
 
 @dataclasses.dataclass
 class Bucket:
-    """The memory of a site for calls of one kind and about the same number of tokens.
-
-    version: changes whenever a route that calls remember may no longer hold.
-    """
+    """The memory of a site for calls of one kind and about the same number of tokens."""
 
     problem: rates.Problem
     decision: rates.Decision | None = None
@@ -61,7 +58,7 @@ class Bucket:
     measured: int | None = None
     recent: tuple[float, ...] = ()  # non-zeros per token of the latest measurements
     held: int = 0
-    version: int = 0
+    version: int = 0  # changes whenever a route that calls remember may no longer hold
 
 
 @dataclasses.dataclass
@@ -84,17 +81,14 @@ class AutoStrategy:
     measured, it picks "row", "union" or "dense", separately for inference and training, from figures of each power of
     two of tokens. It is the cheapest by ``twell.choose.rates.decide``, from measured times and from the non-zeros of
     earlier calls. These reach the host asynchronously; no call waits. Calls 0, 1, 2, 4, 8, ... and then each
-    ``period``-th decide again and measure; to learn the unions, such a call runs "union" in place of
-    "row". The first call that finds the figures arrived decides, too. Before the first figures, inference takes a
-    sparse strategy and training the dense one. A change must promise to save 2 %, and is logged at INFO;
-    ``twell.explain`` shows choices, reasons and figures. Calls that take the GPU less time than the host have eight
-    times that period.
+    ``period``-th decide again and measure; to learn the unions, such a call runs "union" in place of "row". The first
+    call that finds the figures arrived decides, too. Before the first figures, inference takes a sparse strategy and
+    training the dense one. A change must promise to save 2 %, and is logged at INFO; ``twell.explain`` shows choices,
+    reasons and figures. Calls that take the GPU less time than the host have eight times that period.
 
     ``screen`` says whether "union" may compute a gate only where an int8 product and its bound say that it may fire:
     "auto", where measured figures say that it pays, or "off", never. It may be set at any time. ``explain`` calls such
-    calls "union+screen". They need the number of candidates, which calls that measure count, by a run of the screen
-    alone if another strategy runs; they do so only where the screen would be the fastest if it listed nothing but
-    non-zeros.
+    calls "union+screen".
 
     If the down weight is not stored by rows (``twell.nn.set_down_layout``), the prediction includes the copy that
     sparse strategies make of it. On other GPUs "auto" is "dense", after a warning, and on the CPU, too, where the
@@ -108,8 +102,7 @@ class AutoStrategy:
     GPU, since on a CPU it is dense: it calls ``torch.ops.twell.ffn``, which finds the site by the memory of the layer's
     first weight, counts, measures and chooses each time it runs. Where there is no site, as in a program loaded by
     another process, it gets a new one. Under activation checkpointing, training keeps its choice until the backward
-    pass is through, so that the recomputation runs the strategy of the forward pass; the recomputation neither counts
-    as a call nor measures.
+    pass is through: the recomputation, which neither counts nor measures, runs the strategy of the forward pass.
 
     Copies and pickles have no figures.
     """
@@ -146,7 +139,6 @@ class AutoStrategy:
 
     @property
     def screens(self) -> bool:
-        """Whether it may screen."""
         return self._screen == "auto"
 
     @property
@@ -188,7 +180,9 @@ class AutoStrategy:
         holder = self if training and modes.checkpointed() else None
         if real:
             self._card = cards.in_use(x.device)
-        if not real or capturing or not self.heeds(x) or (training and self._recomputes()):
+        # in the backward pass of an earlier call, as under a checkpoint; a reentrant one has none, it was inference
+        recomputes = training and modes.in_backward() and len(self._open) > 0
+        if not real or capturing or not self.heeds(x) or recomputes:
             strategy, held = self._peek(problem, record=capturing)
             return route_of(strategy, None, holder, held)
         with self._lock:
@@ -201,11 +195,8 @@ class AutoStrategy:
                 if asks or holder is not None or (training and modes.in_backward()):
                     return route
                 return route._replace(until=(bucket, bucket.version))
-            screen = (
-                self.screens
-                and not float8
-                and rates.worth_screening(problem, bucket.figures or self._nearest(key), self._card)
-            )
+            figures = bucket.figures or self._nearest(key)
+            screen = self.screens and not float8 and rates.worth_screening(problem, figures, self._card)
         fits = geometry.neuron_slices(n)[0][1] <= self._card.union_neurons
         if strategy == "row" and problem.m >= geometry.TOKEN_TILE and fits:
             strategy = "union"
@@ -228,13 +219,6 @@ class AutoStrategy:
         """Whether a call on ``x`` counts and may be measured: always, except where a subclass knows better."""
         return True
 
-    def _recomputes(self) -> bool:
-        """Whether this call belongs to the backward pass of an earlier one, as in activation checkpointing.
-
-        A reentrant checkpoint has no earlier one: its forward pass was inference.
-        """
-        return modes.in_backward() and len(self._open) > 0
-
     def choose(self, problem: rates.Problem) -> rates.Decision:
         """Count a call and return its decision."""
         with self._lock:
@@ -245,14 +229,13 @@ class AutoStrategy:
         with self._lock:
             self._observe(problem, figures, call)
 
-    def expect(
-        self, problem: rates.Problem, call: int, transfer: Transfer, most: int | None, names: tuple[str, ...]
-    ) -> None:
+    def expect(self, figures: Expected) -> None:
         """Take the figures of a call once they arrive, for which its bucket asks; ignore them behind earlier ones."""
+        problem = figures.problem
         with self._lock:
             if self._layer == (problem.k, problem.n, problem.gated):
                 key = _key(problem)
-                self._pending.setdefault(key, Expected(problem, call, transfer, most, names))
+                self._pending.setdefault(key, figures)
                 self._forget_routes(self._buckets.get(key))
 
     def hold(self, y: Tensor) -> None:
@@ -282,20 +265,18 @@ class AutoStrategy:
                 pending = self._pending.get(key)
                 if pending is not None and pending.transfer.arrived():
                     figures, measured = pending.figures(), pending.call
-                about = (layer, _kind(key[0]), _range(key[1]), "", *bucket.decision[:2])
+                about = (layer, _kind(key[0]), _range((1 << key[1] >> 1) + 1, 1 << key[1]), "", *bucket.decision[:2])
                 rows.append(Choice(*about, bucket.calls, figures, measured, bucket.decision.costs))
             # neighbours with one strategy share a row, which has the reason of the most tokens
             captured = sorted(self._captures.items(), key=lambda item: item[0])
             for (training, _), alike in itertools.groupby(captured, lambda item: (item[0][0], item[1].strategy)):
                 captures = list(alike)
                 (_, low), ((_, high), decision) = captures[0][0], captures[-1]
-                tokens = f"{low} to {high}" if low < high else str(high)
-                about = (layer, _kind(training), tokens, "captured", *decision[:2])
+                about = (layer, _kind(training), _range(low, high), "captured", *decision[:2])
                 rows.append(Choice(*about, costs=decision.costs))
             if self._graph.traced:
-                rows.append(
-                    Choice(layer, _kind(True), f"more than {FEW}", "compiled", self._graph.strategy, self._graph.reason)
-                )
+                about = (layer, _kind(True), f"more than {FEW}", "compiled", self._graph.strategy, self._graph.reason)
+                rows.append(Choice(*about))
             return rows
 
     def trace(self, m: Any) -> str:
@@ -396,14 +377,10 @@ class AutoStrategy:
             layer = f"{'gated' if gated else 'non-gated'} layer, K = {k}, N = {n}, {_kind(training)}, {m} tokens"
             change = decision.strategy if before is None else f"{before.strategy} -> {decision.strategy}"
             logger.info("%s: strategy %s, %s%s", layer, change, decision.reason, _measured(figures))
-        self._decide_graph(problem, figures)
+        if not self._graph.traced and problem.training and problem.m > FEW:
+            # of graphs compiled from now on, by the GPU's time
+            self._graph.strategy, self._graph.reason = self._best(problem._replace(eager=False), figures)[:2]
         return decision
-
-    def _decide_graph(self, latest: rates.Problem, figures: rates.Figures | None) -> None:
-        """Decide for graphs compiled from now on, as the latest step of more than a few tokens, by the GPU's time."""
-        if not self._graph.traced and latest.training and latest.m > FEW:
-            decision = self._best(latest._replace(eager=False), figures)
-            self._graph.strategy, self._graph.reason = decision.strategy, decision.reason
 
     def _nearest(self, key: tuple[bool, int]) -> rates.Figures | None:
         """The figures of the bucket nearest in number of tokens; of two, the one of the same kind."""
@@ -419,8 +396,7 @@ def without_site(
     """The route of a call on x [..., K] that "auto" chooses and that has no site to remember figures."""
     eager = not (type(x) is Tensor and modes.capturing(x))
     sizes = tokens_of(x), x.shape[-1], n, gated, training, down_copied
-    problem = rates.Problem(*sizes, False, eager, float8, one_pass)
-    return route_of(rates.decide_once(problem, cards.in_use(x.device)))
+    return route_of(rates.decide_once(rates.Problem(*sizes, False, eager, float8, one_pass), cards.in_use(x.device)))
 
 
 # The sites of layers by the memory of their first weights, with what tells that a weight is gone: how the operators
@@ -450,10 +426,7 @@ def found(weight: Tensor) -> AutoStrategy | None:
 
 
 def site_of(weight: Tensor, screen: bool) -> AutoStrategy:
-    """The site of the layer with this first weight; a new one where none is known, as in a loaded program.
-
-    ``screen``: whether a new one may screen.
-    """
+    """The site of the layer with this first weight; where none is known, a new one that may ``screen``."""
     site = found(weight)
     if site is None:
         site = AutoStrategy(screen="auto" if screen else "off")
@@ -470,13 +443,9 @@ def tokens_of(x: Tensor) -> int:
     return m
 
 
-def _bucket(m: int) -> int:
-    """The logarithm of the smallest power of two that is at least ``m``."""
-    return (m - 1).bit_length() if m > 0 else 0
-
-
 def _key(problem: rates.Problem) -> tuple[bool, int]:
-    return problem.training, _bucket(problem.m)
+    """The kind, and the logarithm of the smallest power of two that is at least the number of tokens."""
+    return problem.training, max(problem.m - 1, 0).bit_length()
 
 
 def _is_laid_alike(one: rates.Problem, other: rates.Problem) -> bool:
@@ -487,8 +456,7 @@ def _kind(training: bool) -> str:
     return "training" if training else "inference"
 
 
-def _range(bucket: int) -> str:
-    low, high = (1 << bucket >> 1) + 1, 1 << bucket
+def _range(low: int, high: int) -> str:
     return f"{low} to {high}" if low < high else str(high)
 
 

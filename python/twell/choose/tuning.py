@@ -34,10 +34,7 @@ _E4M3_WAVE = {64: 0.72, 96: 1.0, 144: 1.42}
 
 @functools.lru_cache(4096)
 def gate_pack(dtype: torch.dtype, m: int, n: int, clusters: int, fast: bool = True) -> specs.GatePackSpec:
-    """The gate GEMM of ``m`` tokens and ``n`` neurons on sm_90a that runs so many ``clusters`` of two CTAs at a time.
-
-    ``fast``: whether the tensor cores hold whole sums.
-    """
+    """The gate GEMM on sm_90a that runs ``clusters`` of two CTAs at a time; ``fast``: tensor cores hold whole sums."""
 
     def cost(tokens: int) -> float:
         # a cluster takes two tiles of tokens
@@ -58,10 +55,7 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
 
 @functools.lru_cache(4096)
 def decode(dtype: torch.dtype, m: int, k: int, kind: str, family: str = specs.SM90) -> specs.DecodeSpec | None:
-    """The kernel for whole layers, or experts, of ``m`` tokens; None of more tokens or columns than there is one for.
-
-    ``kind``: "plain", "gated" or "experts".
-    """
+    """The kernel for "plain" or "gated" layers or "experts" of ``m`` tokens; None of more than there is one for."""
     name = dtype_name(dtype)
     shapes = specs.decode_shapes(name, kind)
     shape = next((each for each in shapes if k <= each[0] * each[1] and 0 < m <= each[2]), None)
@@ -81,27 +75,18 @@ _LIGHT = 64
 def up_down_token(
     dtype: torch.dtype, m: int, k: int, gated: bool, invariant: bool = False, family: str = specs.SM90
 ) -> specs.UpDownTokenSpec:
-    """The up and down projections of ``m`` tokens, token by token: four CTAs share each of few.
-
-    ``invariant``: the same kernel for any m. NotImplementedError for a hidden size beyond the largest class.
-    """
+    """The up and down projections of ``m`` tokens, token by token; ``invariant``: by the same kernel for any m."""
     name, k_max = dtype_name(dtype), specs.k_class(k)
     if family == specs.PORTABLE:
         return specs.UpDownTokenSpec(name, k_max, 1, gated, family=family)
     of_clusters = specs.token_k_classes(family, name)
-    fits = [c for c, classes in of_clusters.items() if k <= classes[-1]]
-    if invariant:
-        cluster = min(c for c in fits if c > 1)
-    else:
-        wanted = next((c for most, c, _ in TOKEN_CLUSTERS if m <= most), 1)
-        cluster = min(c for c in fits if c >= wanted)
+    wanted = 2 if invariant else next((c for most, c, _ in TOKEN_CLUSTERS if m <= most), 1)
+    cluster = min(c for c, classes in of_clusters.items() if k <= classes[-1] and c >= wanted)
     return specs.UpDownTokenSpec(name, specs.k_class(k, of_clusters[cluster]), cluster, gated)
 
 
 # Multiprocessors whose CTAs form whole clusters, of so many: those of a part of the GPU are 16 or 18.
 _WHOLE_CLUSTERS = 16
-
-
 # Most tokens whose pieces helpers can number.
 _MOST_SHARED = (1 << 15) - 1
 # Numbers of tokens whose non-zeros `up_down_token` adds up, to find heavy tokens. A cluster of fewer looks at its own
@@ -139,9 +124,8 @@ def expert_tokens(pairs: int, experts: int, invariant: bool) -> int:
     return next((size for size in specs.EXPERT_TOKENS if 2 * pairs <= size * experts), specs.EXPERT_TOKENS[-1])
 
 
-# The constants of experts, up to `experts_by_row`, are of an NVIDIA H100 and experts of K = 2,688, N = 1,856.
-
-# CTAs per multiprocessor that put pairs of tokens and experts in order.
+# CTAs per multiprocessor that put pairs of tokens and experts in order. This and the constants of experts, up to
+# `experts_by_row`, are of an NVIDIA H100 and experts of K = 2,688, N = 1,856.
 PAIR_CTAS = 4
 
 
@@ -170,8 +154,6 @@ def experts_by_row(t: int, top: int, count: int, gated: bool, float8: bool = Fal
 # A gate with fewer values goes to torch's operators, unless a graph is captured: the host is the bound, and one
 # operator of this package costs it as much time as two of torch's. An estimate.
 FUSED_ELEMENTS = 1 << 20
-
-
 # Most tokens for which dense layers compute gate and up in one product, if the weights lie one behind the other. It
 # saves 6 to 14 % of the layer at 8 to 512 tokens, and nothing beyond (NVIDIA H200, K = 1,024, 2,048 and 4,096).
 MERGED_TOKENS = 512

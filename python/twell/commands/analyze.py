@@ -36,15 +36,10 @@ LEAST_TOKENS = 2 * geometry.TOKEN_TILE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to ``parser``."""
-    saved_model.add_arguments(parser, *_READ, text=False)
+    saved_model.add_arguments(parser, _READ[0], text=False)
     add = parser.add_argument
-    add(
-        "--serve",
-        action="store_true",
-        help="predict the calls of a server, of a model that vLLM serves through twell; text, if any, is 32768 tokens "
-        "in batches of 128 sequences of 256",
-    )
+    said = "predict the calls of a server, of a model that vLLM serves through twell; text, if any, is 32768 tokens in"
+    add("--serve", action="store_true", help=f"{said} batches of 128 sequences of 256")
     numbers = (
         ("--prefill", "tokens of prompts or other calls", PREFILL, SERVED_PREFILL),
         ("--decode", "sequences that decode", DECODE, SERVED_DECODE),
@@ -89,13 +84,12 @@ def _check(arguments: argparse.Namespace, folder: Path) -> None:
     config = folder / layouts.CONFIG
     given = {"nnz": arguments.nnz is not None, "save": save, "ranks": arguments.ranks > 1}
     link = os.readlink(config) if save and config.is_symlink() else ""
+    inside = into is not None and into.is_file() and folder.resolve() in into.resolve().parents
     wrong = {
         **{f"--{name}: expected --serve, got none": not serve and there for name, there in given.items()},
         "--text: expected files or folders of text, got none; only --serve needs none": not serve and text is None,
         "--activation: expected no --serve, which takes a model as it is, got both": serve and arguments.activation,
-        f"--json: expected a new file or one outside of the model, got {str(into)!r}": (
-            into is not None and into.is_file() and folder.resolve() in into.resolve().parents
-        ),
+        f"--json: expected a new file or one outside of the model, got {str(into)!r}": inside,
         "--save: expected --text, whose figures it writes, got none": save and text is None,
         "--save: expected MODEL to be a folder, got the name of one on the Hub": save and folder != arguments.model,
         # of a download cache, where revisions share files
@@ -162,10 +156,8 @@ def _figures(
         if (got := len(found(loaded.model)[0])) != len(layers):
             raise RequestError(f"MODEL: expected the {len(layers)} layers of its files, got {got} of twell")
         (counted, _), text = _counted(loaded, arguments)
-        kept = [
-            dataclasses.replace(each, float8=at.float8, reason=at.reason, heaviest=None, candidates=None)
-            for each, at in zip(counted, layers)
-        ]
+        counted = [dataclasses.replace(each, heaviest=None, candidates=None) for each in counted]
+        kept = [dataclasses.replace(of, float8=at.float8, reason=at.reason) for of, at in zip(counted, layers)]
         return kept, f"Figures: measured on {text}"
     try:
         known = None if arguments.nnz is not None else layouts.measured(content, len(layers))
@@ -183,10 +175,8 @@ def _figures(
         if arguments.nnz is None:
             source += f", one of {1 / ASSUMED_DENSITY:.0f} neurons, whatever the model's weights"
         source += ", tokens independent of each other; --text measures them"
-    return [
-        dataclasses.replace(layer, mean=of.nonzeros, union=of.text, mixed=of.batch)
-        for layer, of in zip(layers, known, strict=True)
-    ], source
+    given = zip(layers, known, strict=True)
+    return [dataclasses.replace(at, mean=of.nonzeros, union=of.text, mixed=of.batch) for at, of in given], source
 
 
 def save(folder: Path, layers: Sequence[LayerSparsity]) -> None:

@@ -18,9 +18,8 @@ MODULES: tuple[tuple[str, ModuleType, str], ...] = (
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
-        prog="twell", description="Exact sparse ReLU feed-forward layers in the TwELL format."
-    )
+    what = "Exact sparse ReLU feed-forward layers in the TwELL format."
+    top = argparse.ArgumentParser(prog="twell", description=what)
     top.add_argument("--version", action="version", version=f"twell {twell.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 

@@ -36,10 +36,7 @@ LOSS_TOLERANCE = 0.01  # nats per byte between the model run densely and sparse
 
 
 class Preset(NamedTuple):
-    """Of a kind of machine: layers, hidden size, neurons and bytes of a window; windows of a step and their training.
-
-    tokens: of held-back text that are compared.
-    """
+    """Of a kind of machine: the model, windows of a step and their training, and the held-back tokens to compare."""
 
     layers: int
     hidden: int
@@ -103,9 +100,8 @@ def read_text(folder: Path | None) -> tuple[Tensor, Tensor]:
         if len(data) > MOST_BYTES:
             break
     if len(data) < LEAST_BYTES:
-        raise RequestError(
-            f"--text: expected at least {LEAST_BYTES:,} bytes of UTF-8, got {len(data):,} in {str(root)!r}"
-        )
+        got = f"{len(data):,} in {str(root)!r}"
+        raise RequestError(f"--text: expected at least {LEAST_BYTES:,} bytes of UTF-8, got {got}")
     text = torch.frombuffer(data, dtype=torch.uint8)
     at = int(len(text) * (1 - HELD_SHARE))
     return text[:at], text[at:]
@@ -139,10 +135,8 @@ def train(model: ByteModel, text: Tensor, sizes: Preset, steps: int | None, seco
             optimizer.zero_grad()
             step += 1
             if step % 20 == 1:
-                print(
-                    f"{done:4.0%}  step {step:5}  loss {loss.item():.3f}  {fired.item():5.0f} non-zeros per token",
-                    flush=True,
-                )
+                figures = f"loss {loss.item():.3f}  {fired.item():5.0f} non-zeros per token"
+                print(f"{done:4.0%}  step {step:5}  {figures}", flush=True)
     except KeyboardInterrupt:
         if not step:
             raise
@@ -183,8 +177,7 @@ def compared(mlp: SparseGatedMLP, x: Tensor) -> tuple[list[str], list[str]]:
             # a graph keeps the strategy of its capture
             mlp.strategy = strategy
             recordings[str(strategy)] = timing.Graph(lambda i: (mlp(x),), 8)
-        times = timing.measure(recordings, TIMED_S)
-        cells += [f"{timing.spread(each).median:.3f}" for each in times.values()]
+        cells += [f"{timing.spread(each).median:.3f}" for each in timing.measure(recordings, TIMED_S).values()]
     return cells, wrong
 
 

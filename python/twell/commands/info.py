@@ -48,12 +48,7 @@ def collect() -> dict[str, Any]:
         "CUDA driver": "{}.{}".format(*driver.version) if driver.version else "none",
     }
     versions.update((package, packaged.version(package)) for package in PACKAGES)
-    devices = [
-        asdict(d)
-        | {"capability": "{}.{}".format(*d.capability), "sparse": d.capability[0] in device.ARCHITECTURES}
-        | {"tested": d.capability == device.SM_90, "runs": _runs(d.capability)}
-        for d in driver.devices
-    ]
+    devices = [asdict(each) | _abilities(each.capability) for each in driver.devices]
     first = driver.devices[0].capability[0] if driver.devices else 9
     arch = device.ARCHITECTURES.get(first, fingerprint.ARCH)
     kernels = _kernels(packaged.folder_of(arch), arch)
@@ -62,24 +57,19 @@ def collect() -> dict[str, Any]:
     models = {each["name"]: each["tested"] for each in devices if each["sparse"]}
     with _warnings():
         launches = _in_effect(host.runner)
-    return {
-        "versions": versions,
-        "devices": devices,
-        "device_problem": driver.problem,
-        "kernels": kernels,
-        "launches": launches,
-        "cache": _cache(),
-        "rates": [_rates(*model) for model in models.items()],
-        "environment": {name: _in_effect(value) for name, value in VARIABLES.items()},
-    }
+    found = {"versions": versions, "devices": devices, "device_problem": driver.problem, "kernels": kernels}
+    found |= {"launches": launches, "cache": _cache(), "rates": [_rates(*model) for model in models.items()]}
+    return found | {"environment": {name: _in_effect(value) for name, value in VARIABLES.items()}}
 
 
-def _runs(capability: tuple[int, int]) -> str:
-    """Which kernels a GPU runs, in words."""
-    if capability[0] not in device.ARCHITECTURES:
-        return f"no sparse kernels: they need compute capability {device.SUPPORTED}; operators of the CPU are exact"
-    portable = "kernels of the portable family, never run on this model for this release"
-    return "sparse kernels" if capability == device.SM_90 else portable
+def _abilities(capability: tuple[int, int]) -> dict[str, Any]:
+    """Which kernels a GPU runs."""
+    sparse, tested = capability[0] in device.ARCHITECTURES, capability == device.SM_90
+    runs = "kernels of the portable family, never run on this model for this release"
+    if not sparse:
+        runs = f"no sparse kernels: they need compute capability {device.SUPPORTED}; operators of the CPU are exact"
+    runs = "sparse kernels" if tested else runs
+    return {"capability": "{}.{}".format(*capability), "sparse": sparse, "tested": tested, "runs": runs}
 
 
 def _in_effect(value: Callable[[], object]) -> str:
@@ -119,37 +109,27 @@ def _kernels(folder: Path, arch: str = fingerprint.ARCH) -> dict[str, Any]:
     except RuntimeError as error:
         problems.append(str(error))
     names = ("arch", "toolkit", "dsl_version", "tvm_ffi_version", "source_hash")
-    return {
-        "library": str(library),
-        "present": library.is_file(),
-        "usable": manifest is not None,
-        "packaged": packaged.architectures(),
-        "runtime": runtime,
-        "loads": loads,
-        **{name: getattr(manifest, name, None) for name in names},
-        "symbols": manifest.symbols if manifest else (),
-        "problems": problems,
-    }
+    found = {"library": str(library), "present": library.is_file(), "usable": manifest is not None}
+    found |= {"packaged": packaged.architectures(), "runtime": runtime, "loads": loads}
+    found |= {name: getattr(manifest, name, None) for name in names}
+    return found | {"symbols": manifest.symbols if manifest else (), "problems": problems}
 
 
 def _cache() -> dict[str, Any]:
     """Count the kernels of the cache, and those that fit this installation's versions; create nothing."""
+    found: dict[str, Any] = {"folder": "", "entries": 0, "bytes": 0, "current": 0, "problem": None}
     try:
         folder = env.cache_dir()
         entries = [path for path in folder.glob("*/*") if path.suffix in (".so", ".o") and not path.is_symlink()]
         sizes = [path.stat().st_size for path in entries]
         current = sum(path.parent.name == cache.fingerprint() for path in entries)
-        found = {"folder": str(folder), "entries": len(entries), "bytes": sum(sizes), "current": current}
-        return found | {"problem": None}
+        return found | {"folder": str(folder), "entries": len(entries), "bytes": sum(sizes), "current": current}
     except (OSError, ValueError) as error:
-        return {"folder": "", "entries": 0, "bytes": 0, "current": 0, "problem": str(error)}
+        return found | {"problem": str(error)}
 
 
 def _rates(gpu: str, shipped: bool) -> dict[str, Any]:
-    """The rates for a GPU model, for which those that ship may stand in or not: then "auto" is dense there.
-
-    file: None for rates that ship. problem: why there is a file that is not used, or that it is of other kernels.
-    """
+    """The rates for a GPU model, for which those that ship may stand in or not: then "auto" is dense there."""
     card = read(gpu, specs.SM90 if shipped else specs.PORTABLE)
     known = card.file is not None or shipped
     found = {"gpu": gpu, "measured_on": card.gpu if known else "", "date": card.date if known else ""}
@@ -180,7 +160,6 @@ def lines(facts: Any, indent: str = "") -> Iterator[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to ``parser``."""
     parser.add_argument("--json", action="store_true", help="print JSON, with the names of all packaged kernels")
 
 

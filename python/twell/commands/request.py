@@ -62,17 +62,13 @@ def _number(limits: str, accept: Callable[[float], bool]) -> Callable[[str], flo
 
 
 def exit_status(command: str, run: Callable[[], int]) -> int:
-    """Return the status of ``run``; 2 for a request that cannot be met and 130 for Ctrl-C, with a line on stderr.
-
-    A request cannot be met if what it names is refused: by twell (ValueError, NotImplementedError), by the system
-    (OSError), or by a missing package (ImportError). 1, silently, if the reader of stdout is gone.
-    """
+    """Return the status of ``run``; 2 for a request that cannot be met and 130 for Ctrl-C, with a line on stderr."""
     try:
         status = run()
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # the rest of the buffer goes nowhere
+        # the reader of stdout is gone, and the rest of the buffer goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except REFUSALS as error:

@@ -7,7 +7,7 @@ import argparse
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,15 +36,12 @@ _SEQUENCE = 2048
 
 
 class WithoutZeros(RequestError):
-    """A model whose activation makes no zeros, or with experts alone that twell does not compute.
+    """A model whose activation, ``was``, makes no zeros, or with experts alone that twell does not compute.
 
-    folder: of the model. was: the activation, in words. shapes: (gated, K, N) of each layer; none of experts alone.
-    left: as in ``Loaded``.
+    shapes: (gated, K, N) of each layer; none of experts alone. left: as in ``Loaded``.
     """
 
-    def __init__(
-        self, message: str, folder: Path, was: str, shapes: list[tuple[bool, int, int]], left: str = ""
-    ) -> None:
+    def __init__(self, message: str, folder: Path, was: str, shapes: list[tuple[bool, int, int]], left: str) -> None:
         super().__init__(message)
         self.folder, self.was, self.shapes, self.left = folder, was, shapes, left
 
@@ -53,7 +50,7 @@ class Loaded(NamedTuple):
     """A model in evaluation mode whose FFNs are twell layers, its tokenizer, and the folder of both.
 
     was: the activations that ReLU has replaced, in words; "" for a ReLU model. left: the experts that twell does not
-    compute, and why; "" if there are none. stored: how its files are quantised, from which weights were dequantised.
+    compute, and why. stored: how its files are quantised, from which weights were dequantised.
     """
 
     model: nn.Module
@@ -75,34 +72,21 @@ class Text(NamedTuple):
         return sum(map(len, self.sequences))
 
     def __str__(self) -> str:
-        longest = max(map(len, self.sequences))
-        sequences = f"{counted(len(self.sequences), 'sequence')} of up to {longest:,}"
+        sequences = f"{counted(len(self.sequences), 'sequence')} of up to {max(map(len, self.sequences)):,}"
         return f"{counted(self.tokens, 'token')} of {counted(self.files, 'file')}, {sequences}"
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser,
-    tokens: int,
-    sequence: int | None = None,
-    batch: int = 4,
-    *,
-    text: bool = True,
-) -> None:
-    """Add the arguments of ``load``, ``read`` and ``batches``, with the defaults of some.
-
-    Without ``text`` it may be missing, and the command has defaults of its own.
-    """
-    longest = f"{_SEQUENCE}, or the model's limit if lower"
-    add, own = parser.add_argument, {"tokens": tokens, "sequence": sequence, "batch": batch} if text else {}
-    add(
-        "model", type=Path, metavar="MODEL", help="folder of a causal model and its tokenizer, or owner/name on the Hub"
-    )
+def add_arguments(parser: argparse.ArgumentParser, tokens: int, *, text: bool = True) -> None:
+    """Add the arguments of ``load``, ``read`` and ``batches``; without ``text`` the command has its own defaults."""
+    add, own = parser.add_argument, {"tokens": tokens, "batch": 4} if text else {}
+    said = "folder of a causal model and its tokenizer, or owner/name on the Hub"
+    add("model", type=Path, metavar="MODEL", help=said)
     shuffled = "text files or folders; a fixed seed shuffles the files"
     add("--text", type=Path, nargs="+", action="extend", required=text, metavar="PATH", help=shuffled)
     for name, metavar, lowest, said in (
         ("tokens", "N", 1, f"tokens of the text to run ({tokens})"),
-        ("sequence", "S", 2, f"tokens of a sequence (default: {sequence or longest})"),
-        ("batch", "B", 1, f"sequences of a batch ({batch})"),
+        ("sequence", "S", 2, f"tokens of a sequence (default: {_SEQUENCE}, or the model's limit if lower)"),
+        ("batch", "B", 1, "sequences of a batch (4)"),
     ):
         add(f"--{name}", type=at_least(lowest), metavar=metavar, default=own.get(name), help=said)
     add("--device", help=DEVICE_HELP)
@@ -116,12 +100,10 @@ def load(
     remedy: str = "No option does that here: train the model; `twell analyze` says how sparse it must become",
     experts: bool = False,
 ) -> Loaded:
-    """Load the model and tokenizer of ``arguments`` onto their device.
+    """Load the model and tokenizer of ``arguments`` onto their device; the FFNs run as dense PyTorch.
 
-    The FFNs run as dense PyTorch, which takes any device and dtype; their gates are the same. ``remedy`` is what the
-    command advises for another activation, and ``experts`` whether it takes a model with stacked experts alone. Raises
-    RequestError if the model cannot be loaded or has no FFN of the ReLU family, WithoutZeros if another activation is
-    the only reason, ImportError without transformers.
+    ``remedy`` is what the command advises for another activation, ``experts`` whether it takes a model with stacked
+    experts alone. Raises RequestError, or WithoutZeros if another activation is the only reason.
     """
     folder = local(arguments.model)
     content = configuration(folder)
@@ -179,17 +161,13 @@ def _replaced(planned: sparsify.Plan) -> str:
     return " and ".join(sorted({c.was for c in planned.candidates if c.was is not None}))
 
 
-# What the name of a model on the Hub looks like; the files that are read, and others of such names.
+# What the name of a model on the Hub looks like, and the files that are read.
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _FILES = ("*.json", "*.safetensors", "tokenizer*", "vocab*", "*.model", "*.tiktoken")
-_NOT_FILES = ("*/*", "consolidated*")
 
 
 def local(model: Path) -> Path:
-    """The folder of a model: ``model`` itself or, if it is the name of one on the Hub, a download of that.
-
-    Raises RequestError if it cannot be downloaded.
-    """
+    """The folder of a model: ``model`` itself or, if it is the name of one on the Hub, a download of that."""
     if model.exists() or not _HUB_NAME.fullmatch(model.as_posix()):
         return model
     try:
@@ -197,17 +175,14 @@ def local(model: Path) -> Path:
     except ImportError:
         return model
     try:
-        folder = Path(
-            snapshot_download(model.as_posix(), allow_patterns=list(_FILES), ignore_patterns=list(_NOT_FILES))
-        )
+        name, ignored = model.as_posix(), ["*/*", "consolidated*"]
+        folder = Path(snapshot_download(name, allow_patterns=list(_FILES), ignore_patterns=ignored))
         if not any(folder.glob("*.safetensors")):
-            snapshot_download(model.as_posix(), allow_patterns=["*.bin"], ignore_patterns=list(_NOT_FILES))
+            snapshot_download(name, allow_patterns=["*.bin"], ignore_patterns=ignored)
         return folder
     except Exception as error:
-        raise RequestError(
-            f"MODEL: expected a folder, or a model of the Hugging Face Hub that can be downloaded, got {str(model)!r}: "
-            f"{_line(error)}"
-        ) from error
+        expected = "a folder, or a model of the Hugging Face Hub that can be downloaded"
+        raise RequestError(f"MODEL: expected {expected}, got {str(model)!r}: {_line(error)}") from error
 
 
 def configuration(folder: Path) -> dict[str, Any]:
@@ -241,10 +216,10 @@ def _line(error: Exception) -> str:
 
 
 def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
-    """Read the first ``--tokens`` of the text as sequences.
+    """Read the first ``--tokens`` of the text as sequences; RequestError for fewer than ``least`` tokens or no text.
 
     Documents follow each other with the special tokens that the tokenizer adds; if it begins texts with its BOS token,
-    so does every sequence. Raises RequestError if a path is no text or there are fewer than ``least`` tokens.
+    so does every sequence.
     """
     config: Any = loaded.model.config
     tokenizer = loaded.tokenizer
@@ -254,7 +229,10 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
         raise RequestError(f"--sequence: expected at most the {longest} positions of the model, got {length}")
     if arguments.tokens < least:
         raise RequestError(f"--tokens: expected at least {least:,}, got {arguments.tokens:,}")
-    bos = _bos(tokenizer)
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokenizer("a")["input_ids"][:1] != [bos]:
+        # it does not begin texts with that
+        bos = None
     sequences: list[list[int]] = [[]]
     missing: int = arguments.tokens
     files = 0
@@ -273,20 +251,13 @@ def read(loaded: Loaded, arguments: argparse.Namespace, least: int) -> Text:
             break
     text = Text([sequence for sequence in sequences if sequence], files)
     if text.tokens < least:
-        raise RequestError(
-            f"--text: expected text of at least {least:,} tokens, got {text.tokens:,} in {counted(files, 'file')} of "
-            f"{', '.join(map(str, arguments.text))} (--tokens {arguments.tokens})"
-        )
+        got = f"{text.tokens:,} in {counted(files, 'file')} of {', '.join(map(str, arguments.text))}"
+        expected = f"text of at least {least:,} tokens"
+        raise RequestError(f"--text: expected {expected}, got {got} (--tokens {arguments.tokens})")
     highest = max(map(max, text.sequences))
     if highest >= config.vocab_size:
         raise RequestError(f"MODEL: its tokenizer gives token {highest}, its vocabulary has {config.vocab_size} tokens")
     return text
-
-
-def _bos(tokenizer: Any) -> int | None:
-    """The BOS token, if the tokenizer begins every text with it."""
-    bos = tokenizer.bos_token_id
-    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
 def _documents(paths: Sequence[Path], most: int) -> Iterator[str]:
@@ -299,11 +270,8 @@ def _documents(paths: Sequence[Path], most: int) -> Iterator[str]:
         # neighbours by name would be alike
         random.Random(0).shuffle(files)
         for file in files:
-            try:
-                found = _text(file, most)
-            except RequestError:
-                continue
-            yield found
+            with suppress(RequestError):
+                yield _text(file, most)
 
 
 def _text(path: Path, most: int) -> str:
@@ -328,10 +296,7 @@ def _text(path: Path, most: int) -> str:
 def batches(
     sequences: Sequence[Sequence[int]], size: int, done: Callable[[int], object] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """What a body is called with for ``size`` sequences at a time, padded on the right to the longest of them.
-
-    ``done`` is called with the number of tokens of each that has run.
-    """
+    """What a body is called with for ``size`` sequences at a time, padded on the right; ``done`` gets their tokens."""
     for first in range(0, len(sequences), size):
         rows = sequences[first : first + size]
         longest = max(map(len, rows))

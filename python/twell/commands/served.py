@@ -28,10 +28,7 @@ _UP = re.compile(r"(?P<layer>(?:^|.*\.)(?P<number>\d+)\..*)up_proj\.weight$")
 
 
 def read(folder: Path, content: dict[str, Any], ranks: int) -> tuple[list[LayerSparsity], Route, list[str]]:
-    """The layers of a checkpoint without figures, what its configuration asks for, and lines about both.
-
-    Raises RequestError if vLLM would not serve it through twell, or not on so many ranks.
-    """
+    """The layers of a checkpoint without figures, what its configuration asks for, and lines about both."""
     lines = [_served(content)]
     try:
         record.require_named(content)
@@ -92,10 +89,9 @@ def _served(content: dict[str, Any]) -> str:
     said = f"vLLM serves it without twell{f'; {saved_model.TRAINING}' if alike else ''}"
     if activation in vllm.ACTIVATIONS:
         said = "vLLM may serve it through twell, but only layers with a gate of these models are predicted"
-    raise RequestError(
-        f"MODEL: expected {', '.join(vllm.SPARSE)} or a Llama-like model with {', '.join(vllm.ACTIVATIONS)}, got "
-        f"{', '.join(named) or 'no architectures'} with {activation!r}: {said}"
-    )
+    expected = f"{', '.join(vllm.SPARSE)} or a Llama-like model with {', '.join(vllm.ACTIVATIONS)}"
+    got = f"{', '.join(named) or 'no architectures'} with {activation!r}"
+    raise RequestError(f"MODEL: expected {expected}, got {got}: {said}")
 
 
 # Keys of a quantised checkpoint that name what is not.
@@ -103,10 +99,7 @@ _LEFT_OUT = ("ignore", "modules_to_not_convert", "exclude_modules")
 
 
 def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity], set[str]]:
-    """The gated layers of a checkpoint with this configuration, from the headers of its files, and their dtypes there.
-
-    Raises RequestError if vLLM would not load them, and as the readers of files.
-    """
+    """The gated layers of a checkpoint with this configuration and their dtypes, from the headers of its files."""
     paths = layouts.weight_files(folder)
     tensors = {name: stored for path in paths for name, stored in layouts.read_header(path).items()}
     # files of other formats have other names and shapes
@@ -157,11 +150,9 @@ def layers_of(folder: Path, content: dict[str, Any]) -> tuple[list[LayerSparsity
         # square files of stock classes have one layout
         rows = (either or list(tensors[down][1]) != [k, n]) and layouts.lies_by_rows(tensors[down][1], k, n)
         if rows and not either:
-            raise RequestError(
-                f"MODEL: {down}: vLLM reads down weights [hidden, intermediate], as nn.Linear stores them, except for "
-                f"{' and '.join(vllm.SPARSE)}, got [intermediate, hidden]; load and save_pretrained of "
-                "twell.integrations.transformers turn them"
-            )
+            expected = f"[hidden, intermediate], as nn.Linear stores them, except for {' and '.join(vllm.SPARSE)}"
+            got = "[intermediate, hidden]; load and save_pretrained of twell.integrations.transformers turn them"
+            raise RequestError(f"MODEL: {down}: vLLM reads down weights {expected}, got {got}")
         where = match["layer"].rstrip("."), int(match["number"])
         found.append(LayerSparsity(*where, True, k, n, float8=dtype == _E4M3, reason=reason))
         used.add(dtype)
@@ -180,10 +171,9 @@ def _require_stated(found: Sequence[LayerSparsity], content: dict[str, Any]) -> 
     count = content.get("num_hidden_layers", len(found))
     numbers = [layer.number for layer in found]
     if count != len(found) or numbers != list(range(len(found))):
-        raise RequestError(
-            f"MODEL: files must have the layers of the configuration, num_hidden_layers = {count!r}, got "
-            f"{len(found)} layers from {numbers[0]} to {numbers[-1]}"
-        )
+        expected = f"the layers of the configuration, num_hidden_layers = {count!r}"
+        layers = f"{len(found)} layers from {numbers[0]} to {numbers[-1]}"
+        raise RequestError(f"MODEL: files must have {expected}, got {layers}")
     stated = {"hidden_size": content.get("hidden_size"), "intermediate_size": layouts.intermediate_size(content)}
     for layer in found:
         for (key, value), got in zip(stated.items(), (layer.k, layer.n)):

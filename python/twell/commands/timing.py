@@ -9,8 +9,7 @@
   number, 10 to 200, is timed.
 - A time is the median of its replays; its spread is from the 10th to the 90th percentile.
 
-``Gpu`` is a ``Device``. On a CPU a replay is the calls themselves between two readings of a clock: its
-times only show that a measurement runs.
+On a CPU a replay is the calls themselves between two readings of a clock, which only shows that a measurement runs.
 """
 
 import math
@@ -21,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from twell.testing.bits import captured
 
 Call = Callable[[int], tuple[Tensor, ...]]
 
@@ -37,25 +38,28 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-class Recording:
-    """Calls on every copy of the operands, for replay; ``outputs`` are those of the last copy.
+def _last(call: Call, copies: int) -> tuple[Tensor, ...]:
+    """Call on every copy; the outputs of the last one."""
+    outputs: tuple[Tensor, ...] = ()
+    for i in range(copies):
+        outputs = call(i)
+    return outputs
 
-    Without a GPU: the calls themselves, timed by ``clock``, in seconds.
-    """
+
+class Recording:
+    """Calls on every copy of the operands, for replay, timed by ``clock``; ``outputs`` are those of the last copy."""
 
     def __init__(
         self, call: Call, copies: int, warm: Call | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.copies, self._call, self._clock = copies, call, clock
         self.outputs: tuple[Tensor, ...] = ()
-        for i in range(copies):
-            (warm or call)(i)
+        _last(warm or call, copies)
 
     def replay(self) -> Callable[[], float]:
         """Call on every copy. The returned function gives their milliseconds after ``wait``."""
         start = self._clock()
-        for i in range(self.copies):
-            self.outputs = self._call(i)
+        self.outputs = _last(self._call, self.copies)
         milliseconds = (self._clock() - start) * 1e3
         return lambda: milliseconds
 
@@ -71,22 +75,10 @@ class Graph(Recording):
     """A recording in a CUDA graph. ``warm`` replaces ``call`` in the calls before the capture."""
 
     def __init__(self, call: Call, copies: int, warm: Call | None = None) -> None:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for i in range(copies):
-                (warm or call)(i)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
         self.copies = copies
-        self.outputs: tuple[Tensor, ...] = ()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for i in range(copies):
-                self.outputs = call(i)
+        self._graph, self.outputs = captured(lambda: _last(call, copies), lambda: _last(warm or call, copies))
 
     def replay(self) -> Callable[[], float]:
-        """Start a replay."""
         start, end = events()
         start.record()
         self._graph.replay()
@@ -94,7 +86,6 @@ class Graph(Recording):
         return lambda: float(start.elapsed_time(end))
 
     def wait(self) -> None:
-        """Wait for the GPU."""
         torch.cuda.synchronize()
 
     def spoil(self) -> None:
@@ -183,13 +174,10 @@ class Gpu(Device):
         self.torch_device = torch_device
 
     def copies_for(self, bytes_each: int) -> int:
-        """Copies for twice the L2 cache."""
         return copies_for(bytes_each, torch.cuda.get_device_properties(self.torch_device).L2_cache_size)
 
     def record(self, call: Call, copies: int, warm: Call | None = None) -> Recording:
-        """A CUDA graph."""
         return Graph(call, copies, warm)
 
     def wait(self) -> None:
-        """Wait for the GPU."""
         torch.cuda.synchronize()

@@ -1,9 +1,8 @@
 """``twell tune``: the rates of this GPU, fitted to measured times of each route; "auto" then predicts by them.
 
-A step is a synthetic layer with a number of tokens, measured with several ``PATTERNS``. Rotated copies of the weights
-exceed the L2 cache. The sparse routes are checked against "dense", captured in CUDA graphs and replayed in turn with
-it; a time is a median. "dense" is captured once per step, since its time does not depend on the pattern, and replayed
-with each pattern, since clocks drift. A route that takes several times as long has few replays.
+A step is a synthetic layer with a number of tokens, measured with several ``PATTERNS``. The sparse routes are checked
+against "dense" and replayed in turn with it (``twell.commands.timing``). "dense" is captured once per step, since its
+time does not depend on the pattern, and replayed with each, since clocks drift.
 
 ``fitted`` minimises errors of logarithms of times, with less weight on slow routes, and what choices are expected to
 lose, and pulls rates to those of the card in use, which decide what was not measured.
@@ -106,9 +105,6 @@ HEATED, HEAT = 2048, 3
 
 # Seconds that a slow GPU takes. An estimate: an H200 takes three minutes.
 LONG_S = 3600.0
-
-
-# Measuring
 
 
 def draw(pattern: str, m: int, k: int, n: int, device: torch.device) -> FFN:
@@ -222,10 +218,7 @@ def times_of(recordings: dict[str, timing.Recording], seconds: float, heat_s: fl
 def row_of(
     layer: Layer, figures: Figures, pattern: Any, card: Card, seconds: float, dense: timing.Recording | None = None
 ) -> Row:
-    """The row of a layer: sizes, figures, milliseconds by route and reasons for those that are wrong, ``red``.
-
-    ``dense`` is recorded if it is not given. Numbers have four digits.
-    """
+    """The row of a layer: sizes, figures, milliseconds by route and reasons for those that are wrong, ``red``."""
     routes = sparse_routes(layer.problem, card)
     red = layer.check(routes)
     recordings = {route: layer.record(route) for route in routes if route not in red}
@@ -233,16 +226,11 @@ def row_of(
     times = times_of({**recordings, "dense": dense or layer.record("dense")}, seconds, heat_s)
     numbers = figures._asdict() | {f"{route}_ms": statistics.median(each) for route, each in times.items()}
     sizes = dict(zip(SIZES, layer.problem)) | ({"float8": True} if layer.problem.float8 else {})
-    return {
-        **sizes,
-        "pattern": pattern,
-        **{name: number if number is None else float(f"{number:.4g}") for name, number in numbers.items()},
-        "red": red,
-    }
+    rounded = {name: number if number is None else float(f"{number:.4g}") for name, number in numbers.items()}
+    return {**sizes, "pattern": pattern, **rounded, "red": red}
 
 
 def ms_of(row: Row) -> dict[str, float]:
-    """The times of a row by route."""
     return {route: row[f"{route}_ms"] for route in rates.ROUTES if row.get(f"{route}_ms") is not None}
 
 
@@ -277,10 +265,7 @@ def plan(card: Card, shapes: Sequence[Shape] | None = None) -> list[Step]:
 def measure(
     steps: Sequence[Step], device: timing.Device, card: Card, *, budget_s: float, seconds: float = 0.05
 ) -> Iterator[list[Row]]:
-    """Measure step by step, print a line for each and yield its rows; begin none after ``budget_s`` seconds.
-
-    ``seconds`` is the GPU time for the samples of one row.
-    """
+    """Measure step by step, print a line for each and yield its rows; begin none after ``budget_s`` seconds."""
     started, done = time.monotonic(), 0
     for _, of_layer in itertools.groupby(steps, key=lambda step: (step.kind, *step.problem[1:3])):
         layer_steps = list(of_layer)
@@ -295,14 +280,12 @@ def measure(
                     drawn[pattern] = draw(pattern, *sizes, device.torch_device)
             rows = measure_step(step, drawn, device, card, seconds)
             done += 1
-            print(
-                f"{time.monotonic() - started:4.0f} s  {done:3} of {len(steps)}  {step}  {_summary(rows)}", flush=True
-            )
+            head = f"{time.monotonic() - started:4.0f} s  {done:3} of {len(steps)}"
+            print(f"{head}  {step}  {_summary(rows)}", flush=True)
             yield rows
 
 
 def measure_step(step: Step, drawn: dict[str, FFN], device: timing.Device, card: Card, seconds: float) -> list[Row]:
-    """The rows of a step, one for each pattern."""
     rows, problem = [], step.problem
     # its recording reads the memory of the layer that it was made of
     first: tuple[Layer, timing.Recording] | None = None
@@ -321,14 +304,10 @@ def _summary(rows: Sequence[Row]) -> str:
     for row in rows:
         for route, reason in row["red"].items():
             return f"RED {row['pattern']} {route} {reason}"
-    over: dict[str, list[float]] = {}
-    for row in rows:
-        for route, ms in ms_of(row).items():
-            over.setdefault(route, []).append(ms / row["dense_ms"])
-    return ", ".join(f"{route} {min(each):.2f} to {max(each):.2f}" for route, each in over.items() if route != "dense")
+    times = [ms_of(row) for row in rows]
+    over = {route: [ms[route] / ms["dense"] for ms in times if route in ms] for route in rates.ROUTES[1:]}
+    return ", ".join(f"{route} {min(each):.2f} to {max(each):.2f}" for route, each in over.items() if each)
 
-
-# Fitting
 
 PARTS = ("inference", "training", "e4m3")
 _STEP = tuple(name for name in Rates._fields if name.startswith("step_"))
@@ -355,13 +334,11 @@ def part_of(problem: Problem) -> str:
 
 
 def problem_of(row: Row) -> Problem:
-    m, k, n, gated, training = (row[name] for name in SIZES)
-    return Problem(m, k, n, gated, training, merged="float8" in row, float8="float8" in row)
+    return Problem(**{name: row[name] for name in SIZES}, merged="float8" in row, float8="float8" in row)
 
 
 def figures_in(row: Row) -> Figures:
-    figures: list[Any] = [row.get(name) for name in Figures._fields]
-    return Figures(*figures).checked()
+    return Figures(*(row.get(name) for name in Figures._fields)).checked()  # type: ignore[arg-type]
 
 
 def usable(rows: Iterable[Row]) -> list[Measured]:
@@ -464,14 +441,9 @@ def report(rows: Sequence[Measured], card: Card) -> str:
     errors = [abs(guess / each.us[route] - 1) for each in rows for route, guess in predicted(each, card).items()]
     losses = [loss for each in rows if (loss := loss_of(each, card)) is not None]
     counts = ", ".join(f"{sum(part_of(each.problem) == part for each in rows)} of {part}" for part in PARTS)
-    return (
-        f"{len(rows)} problems, {counts}: {len(errors)} times are predicted within {statistics.median(errors):.1%} in "
-        f"the median\n{len(losses)} choices lose {statistics.mean(losses):.1%} on average to the fastest route, "
-        f"{max(losses):.0%} at most"
-    )
-
-
-# The command
+    times = f"{len(errors)} times are predicted within {statistics.median(errors):.1%} in the median"
+    choices = f"{len(losses)} choices lose {statistics.mean(losses):.1%} on average to the fastest route"
+    return f"{len(rows)} problems, {counts}: {times}\n{choices}, {max(losses):.0%} at most"
 
 
 def now() -> str:
@@ -491,17 +463,11 @@ def shape(text: str) -> Shape:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to ``parser``."""
     add = parser.add_argument
     add("--shape", nargs="+", type=shape, metavar="KxN", help="hidden sizes and neurons of the layers to fit rates to")
     add("--device", help="cuda or cuda:INDEX (default: cuda)")
-    add(
-        "--budget-s",
-        type=number_above(0),
-        metavar="S",
-        default=450.0,
-        help="begin no measurement after this many seconds (%(default)g)",
-    )
+    said = "begin no measurement after this many seconds (%(default)g)"
+    add("--budget-s", type=number_above(0), metavar="S", default=450.0, help=said)
 
 
 def gpu(name: str | None) -> timing.Gpu:
@@ -534,9 +500,8 @@ def tune(
         raise RequestError(f"the rates cannot be written: {error}") from error
     on, before = device.torch_device, cards.in_use(device.torch_device)
     sms = driver.sm_count(on.index or 0) if on.type == "cuda" else before.sms
-    card = dataclasses.replace(
-        before, machine=testing.machine_line(on), date=now(), kernels=fingerprint.source_hash(), sms=sms, file=None
-    )
+    about: dict[str, Any] = {"machine": testing.machine_line(on), "kernels": fingerprint.source_hash()}
+    card = dataclasses.replace(before, date=now(), sms=sms, file=None, **about)
     steps = plan(before, arguments.shape)
     rows: list[Row] = []
     done = 0

@@ -9,7 +9,6 @@ The activation is ReLU unless ``activation`` and ``threshold`` say otherwise. Gr
 """
 
 from twell.testing.answers import (
-    CHUNK_ROWS,
     count_roundings,
     dense_gradients,
     dense_output,
@@ -37,6 +36,7 @@ from twell.testing.comparison import (
 from twell.testing.exact import exact_gradients, exact_output, integer_problem, integer_upstream, pattern_problem
 from twell.testing.machine import machine_line
 from twell.testing.workloads import (
+    CHUNK_ROWS,
     FFN,
     PAPER_HIDDEN,
     PAPER_MODELS,
@@ -49,47 +49,10 @@ from twell.testing.workloads import (
     real_upstream,
 )
 
-__all__ = [
-    "BUDGET",
-    "CHUNK_ROWS",
-    "FFN",
-    "PAPER_HIDDEN",
-    "PAPER_MODELS",
-    "PAPER_NEURONS",
-    "ROW_FLOOR",
-    "WORKLOADS",
-    "Case",
-    "Comparison",
-    "Errors",
-    "Workload",
-    "allowance",
-    "assert_hybrid_same",
-    "assert_packed_same",
-    "assert_same",
-    "captured",
-    "compare",
-    "compare_gradients",
-    "count_roundings",
-    "dense_gradients",
-    "dense_output",
-    "errors",
-    "exact_gradients",
-    "exact_output",
-    "float64_gate",
-    "float64_gradients",
-    "float64_output",
-    "integer_problem",
-    "integer_upstream",
-    "load_real",
-    "machine_line",
-    "make",
-    "off_kinks",
-    "pattern_problem",
-    "poison_memory",
-    "poisoned",
-    "real_names",
-    "real_upstream",
-    "sparse_gradients",
-    "sparse_layer",
-    "sparse_output",
-]
+__all__ = ["BUDGET", "CHUNK_ROWS", "PAPER_HIDDEN", "PAPER_MODELS", "PAPER_NEURONS", "ROW_FLOOR", "WORKLOADS"]
+__all__ += ["FFN", "Case", "Comparison", "Errors", "Workload"]
+__all__ += ["allowance", "assert_hybrid_same", "assert_packed_same", "assert_same", "captured", "compare"]
+__all__ += ["compare_gradients", "count_roundings", "dense_gradients", "dense_output", "errors", "exact_gradients"]
+__all__ += ["exact_output", "float64_gate", "float64_gradients", "float64_output", "integer_problem"]
+__all__ += ["integer_upstream", "load_real", "machine_line", "make", "off_kinks", "pattern_problem", "poison_memory"]
+__all__ += ["poisoned", "real_names", "real_upstream", "sparse_gradients", "sparse_layer", "sparse_output"]

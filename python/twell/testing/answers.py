@@ -14,10 +14,7 @@ from twell.choose.plan import route_of
 from twell.runtime import geometry
 from twell.testing.bounds import rare
 from twell.testing.operands import sums
-from twell.testing.workloads import FFN
-
-# Rows of one float64 chunk; at N = 5632 its three intermediates take 0.5 GB.
-CHUNK_ROWS = 4096
+from twell.testing.workloads import CHUNK_ROWS, FFN
 
 
 def double(t: Tensor | None) -> Tensor | None:
@@ -60,18 +57,10 @@ def _layer_hidden(
 
 def _wide(problem: FFN, threshold: float = 0.0) -> Iterator[tuple[slice, FFN, float]]:
     """The problem in float64 by chunks of tokens, with their place and the threshold as the layer has it."""
-    weights = problem.rows(0, 0).map(Tensor.double)
-    for start, stop in chunks(len(problem.x)):
-        yield (
-            slice(start, stop),
-            weights._replace(x=problem.x[start:stop].double()),
-            _rounded(threshold, problem.x.dtype),
-        )
-
-
-def chunks(m: int) -> Iterator[tuple[int, int]]:
-    """The beginnings and ends of chunks of ``m`` rows."""
-    return ((start, min(start + CHUNK_ROWS, m)) for start in range(0, m, CHUNK_ROWS))
+    weights, level = problem.rows(0, 0).map(Tensor.double), _rounded(threshold, problem.x.dtype)
+    for start in range(0, len(problem.x), CHUNK_ROWS):
+        rows = slice(start, start + CHUNK_ROWS)
+        yield rows, weights._replace(x=problem.x[rows].double()), level
 
 
 @torch.no_grad()
@@ -126,14 +115,12 @@ def sparse_output(problem: FFN, *, gated: bool = True, **options: Any) -> Tensor
     ``options`` are the function's. The default, strategy "row", does not round the hidden state: integers have one
     right answer. "union+screen" and "row+invariant" are strategies here, too.
     """
-    y: Tensor = _sparse(problem, gated, **{"strategy": "row"} | options)
-    return y
+    return _sparse(problem, gated, **{"strategy": "row"} | options)  # type: ignore[no-any-return]
 
 
 def sparse_layer(problem: FFN, *, gated: bool = True, **options: Any) -> tuple[Tensor, Aux]:
     """``sparse_output`` with ``Aux``; ``options`` (strategy, main_grads, activation, ...) are the function's."""
-    outputs: tuple[Tensor, Aux] = _sparse(problem, gated, return_aux=True, **options)
-    return outputs
+    return _sparse(problem, gated, return_aux=True, **options)  # type: ignore[no-any-return]
 
 
 def _sparse(problem: FFN, gated: bool, **options: Any) -> Any:
@@ -157,14 +144,13 @@ def off_kinks(problem: FFN, *, gated: bool = True, threshold: float = 0.0) -> FF
     # a gate is rounded before it is compared with a threshold
     level = _rounded(threshold, problem.x.dtype)
     tokens = problem.x.clone()
-    for start, stop in chunks(len(tokens)):
-        x = problem.x[start:stop]
+    for x, kept in zip(torch.split(problem.x, CHUNK_ROWS), torch.split(tokens, CHUNK_ROWS)):
         gate, reach = sums(x, problem.w_gate, problem.b_gate)
         kinks = (gate - level).abs() < reach + level * torch.finfo(x.dtype).eps
         if gated:
             up, reach = sums(x, problem.w_up, problem.b_up)
             kinks |= (up.abs() < reach) & (gate > 0)
-        tokens[start:stop].masked_fill_(kinks.any(1, keepdim=True), 0)
+        kept.masked_fill_(kinks.any(1, keepdim=True), 0)
     return problem._replace(x=tokens)
 
 
@@ -223,10 +209,9 @@ def _gradients(
     """Gradients by autograd of what returns y and the sum of |h|."""
     leaves = problem.map(lambda t: t.detach().requires_grad_())
     y, l1 = layer(leaves)
-    ends = [(y, dy), *([(l1, torch.full_like(l1, dl1))] if dl1 else [])]
+    ends = ((y, l1), (dy, torch.full_like(l1, dl1))) if dl1 else ((y,), (dy,))
     tensors = leaves.present(gated)
-    found = torch.autograd.grad([end for end, _ in ends], tuple(tensors.values()), [upstream for _, upstream in ends])
-    return dict(zip(tensors, found, strict=True))
+    return dict(zip(tensors, torch.autograd.grad(ends[0], tuple(tensors.values()), ends[1]), strict=True))
 
 
 def dense_gradients(

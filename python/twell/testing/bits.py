@@ -1,7 +1,7 @@
 """Comparisons bit by bit, and memory full of NaN, in which an unwritten element shows."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,14 +17,8 @@ def assert_same(actual: Tensor, expected: Tensor, what: str = "values") -> None:
 
     Shapes and dtypes must agree; devices may differ. Zeros of either sign are equal.
     """
-    torch.testing.assert_close(
-        actual,
-        expected.to(actual.device),
-        rtol=0,
-        atol=0,
-        equal_nan=True,
-        msg=lambda message: f"{what}: {message}",
-    )
+    exactly: Any = {"rtol": 0, "atol": 0, "equal_nan": True}
+    torch.testing.assert_close(actual, expected.to(actual.device), **exactly, msg=lambda said: f"{what}: {said}")
 
 
 Packed = tuple[Tensor, Tensor, Tensor]
@@ -38,15 +32,13 @@ def assert_packed_same(actual: Packed, expected: Packed, n: int, compression: in
     """
     (words, spill, stats), (expected_words, expected_spill, expected_stats) = actual, expected
     m, tiles = words.shape[0], geometry.tiles(n)
-    assert_same(
-        _canonical(words, spill.dtype, compression), _canonical(expected_words, spill.dtype, compression), "words"
-    )
+    ours, theirs = (_canonical(each, spill.dtype, compression) for each in (words, expected_words))
+    assert_same(ours, theirs, "words")
     assert_same(stats, expected_stats, "stats")
     counts = words.view(m, tiles, geometry.words_per_tile(compression))[:, :, :1]
     defined = (counts > geometry.capacity(compression)).expand(m, tiles, geometry.TILE).reshape(spill.shape)[:, :n]
-    assert_same(
-        spill[:, :n].masked_fill(~defined, 0), expected_spill[:, :n].to(spill.device).masked_fill(~defined, 0), "spill"
-    )
+    ours, theirs = (each.to(spill.device)[:, :n].masked_fill(~defined, 0) for each in (spill, expected_spill))
+    assert_same(ours, theirs, "spill")
 
 
 def _canonical(words: Tensor, dtype: torch.dtype, compression: int) -> Tensor:
@@ -67,17 +59,13 @@ def assert_hybrid_same(actual: Tensor, expected: Tensor, m: int, n: int, gated: 
     """
     assert actual.shape == expected.shape
     # values by their bits
-    dtype = torch.int16 if gated else None
-    ours, theirs = (defined_parts(kept.cpu(), m, n, dtype) for kept in (actual, expected))
+    ours, theirs = (defined_parts(t.cpu(), m, n, torch.int16 if gated else None) for t in (actual, expected))
     for name, right in theirs.items():
         assert_same(ours[name], right, name)
 
 
 def defined_parts(kept: Tensor, m: int, n: int, up: torch.dtype | None) -> dict[str, Tensor]:
-    """The parts of a hybrid gate of ``m`` tokens and ``n`` neurons, with zeros where they are undefined.
-
-    up: the dtype of up projections of 16 bits, or None without these. No value is read.
-    """
+    """The parts of a hybrid gate, with zeros where they are undefined; ``up``: the dtype of up projections, if any."""
     parts, capacity = hybrid.parts(kept, m, n), geometry.hybrid_capacity(m, n)
     sizes, total = parts.sizes, parts.sizes[-1]
     fits = total <= capacity
@@ -119,15 +107,15 @@ def poisoned(call: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return call()
 
 
-def captured(call: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+def captured(call: Callable[[], _T], warm: Callable[[], object] | None = None) -> tuple[torch.cuda.CUDAGraph, _T]:
     """Capture a CUDA graph of ``call``; return it with the outputs that each replay writes.
 
-    A call on a side stream comes first, to load and allocate.
+    A call, or ``warm``, comes first on a side stream, to load and allocate.
     """
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        call()
+        (warm or call)()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +59,6 @@ def _asked(case: Case) -> dict[str, Any]:
 
 
 def _form(case: Case, device: torch.device) -> dict[str, Any]:
-    """The activation as arguments of calls."""
     if case.top:
         return {"activation": case.activation, "k": case.top}
     return {"activation": case.activation, "threshold": thresholds(case, device) if case.by_neuron else case.threshold}
@@ -85,8 +85,7 @@ def _layer(case: Case, t: Operands) -> Callable[[], Outputs]:
             own = leaves | rest | ({} if x is None else {"x": x})
             return function(**own, **how, **options, return_aux=case.aux)
 
-        made = _recomputed(case, run, leaves.get("x"))
-        return _results(case, made, leaves, dy, mains)
+        return _results(case, _recomputed(case, run, leaves.get("x")), leaves, dy, mains)
 
     return call
 
@@ -105,26 +104,15 @@ def _recomputed(case: Case, run: Callable[[Any], Any], x: Tensor | None) -> Any:
 def _results(
     case: Case, made: Any, leaves: dict[str, Tensor], dy: Tensor, mains: dict[str, Tensor | None] | None = None
 ) -> Outputs:
-    """y, figures and gradients of a call."""
     y, aux = made if isinstance(made, tuple) else (made, None)
     out = {"y": y.detach()}
     if aux is not None:
         out |= {"l1": aux.l1.detach(), "l0": aux.l0.detach()}
     if not case.wants:
         return out
-    results = [(y, dy.to(y.dtype).view(y.shape))]
-    if aux is not None:
-        results.append((aux.l1, torch.full_like(aux.l1, case.dl1 * case.m)))
-    if case.bandwidth and aux is not None:
-        results.append((aux.l0, torch.full_like(aux.l0, case.dl1 * case.m)))
-    results = [(result, upstream) for result, upstream in results if result.requires_grad]
-    wanted = {name: leaves[name] for name in case.wanted}
-    with torch.autocast(dy.device.type, enabled=False):
-        found = torch.autograd.grad(
-            [result for result, _ in results], list(wanted.values()), [upstream for _, upstream in results],
-            allow_unused=True,
-        )  # fmt: skip
-    for name, gradient in zip(wanted, found):
+    figures = [] if aux is None else [aux.l1, aux.l0] if case.bandwidth else [aux.l1]
+    results = [(y, dy), *((figure, torch.full_like(figure, case.dl1 * case.m)) for figure in figures)]
+    for name, gradient in zip(case.wanted, _gradients(case, results, leaves)):
         main = (mains or {}).get(name)
         if main is not None:
             assert gradient is None, f"{name} has a main gradient and another one"
@@ -134,31 +122,33 @@ def _results(
     return out
 
 
+def _gradients(case: Case, results: list[tuple[Tensor, Tensor]], leaves: dict[str, Tensor]) -> Sequence[Tensor | None]:
+    """Those that the case wants, of results with their upstream gradients."""
+    ends = [(end, upstream.to(end.dtype).view(end.shape)) for end, upstream in results if end.requires_grad]
+    with torch.autocast(results[0][0].device.type, enabled=False):
+        wanted = [leaves[name] for name in case.wanted]
+        return torch.autograd.grad([end for end, _ in ends], wanted, [up for _, up in ends], allow_unused=True)
+
+
 def _main(weight: Tensor) -> Tensor:
     return torch.full_like(weight, MAIN, dtype=torch.float32)
 
 
-# Modules
-
-
-def linear(weight: Tensor, bias: Tensor | None = None, wants: Callable[[str], bool] = lambda kind: True) -> nn.Linear:
-    """A projection of these very tensors; ``wants`` says of "w" and "b" whether they get a gradient."""
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A projection of these very tensors."""
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    made.weight = nn.Parameter(weight.detach(), requires_grad=wants("w"))
+    made.weight = nn.Parameter(weight.detach())
     if bias is not None:
-        made.bias = nn.Parameter(bias.detach(), requires_grad=wants("b"))
+        made.bias = nn.Parameter(bias.detach())
     return made
-
-
-def _wants(case: Case, name: str, kind: str) -> bool:
-    return f"{kind}{name}" in case.wanted
 
 
 def _linears(case: Case, t: Operands) -> dict[str, nn.Linear]:
     """The projections by the names of weights."""
-    return {
-        name: linear(t[name], t.get(f"b{name[1:]}"), functools.partial(_wants, case, name[1:])) for name in case.weights
-    }
+    found = {name: linear(t[name], t.get(f"b{name[1:]}")) for name in case.weights}
+    for name, parameter in _parameters(found).items():
+        parameter.requires_grad_(name in case.wanted)
+    return found
 
 
 def _module(case: Case, t: Operands, how: dict[str, Any]) -> Any:
@@ -173,8 +163,6 @@ def _parameters(linears: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _in_module(case: Case, module: Any, t: Operands) -> Callable[[], Outputs]:
-    """A module of ``twell.nn`` with the operands as its parameters."""
-
     def call() -> Outputs:
         linears = {name: getattr(module, _PROJECTIONS[name]) for name in case.weights}
         x = t["x"].detach().requires_grad_("x" in case.wanted)
@@ -206,52 +194,35 @@ class _Block(nn.Module):
 
 
 def _pair(case: Case, t: Operands) -> Callable[[], Outputs]:
-    linears = _linears(case, t)
-    block = twell.sparsify_(_Block(linears), names=[("fc1", "fc2")], **_asked(case))
+    block = twell.sparsify_(_Block(_linears(case, t)), names=[("fc1", "fc2")], **_asked(case))
     assert type(block.fc2) is not nn.Linear
 
     def call() -> Outputs:
         x = t["x"].detach().requires_grad_("x" in case.wanted)
         # without the sum, which rounds again
         made = _recomputed(case, lambda x: block.fc2(block.act(block.fc1(x))), x)
-        leaves = _parameters({"w_up": block.fc1, "w_down": block.fc2})
-        return _results(case, made, {"x": x, **leaves}, t["dy"])
+        return _results(case, made, {"x": x, **_parameters({"w_up": block.fc1, "w_down": block.fc2})}, t["dy"])
 
     return call
 
 
-class _Holder(nn.Module):
-    """What peft can wrap."""
-
-    def __init__(self, mlp: nn.Module) -> None:
-        super().__init__()
-        self.mlp = mlp
-
-    def forward(self, x: Tensor) -> Any:
-        return self.mlp(x)
-
-
 def _adapted(case: Case, t: Operands) -> Callable[[], Outputs]:
-    """A module whose projections have adapters of peft."""
     import peft
 
     how = {**_asked(case), **_form(case, t["dy"].device), "compression": case.compression}
     names = [_PROJECTIONS[name] for name in case.weights]
     config = peft.LoraConfig(target_modules=names, r=case.rank, lora_alpha=int(LORA_SCALE * case.rank))
-    model = peft.get_peft_model(_Holder(_module(case, t, how)), config, autocast_adapter_dtype=False)
+    holder = nn.Sequential(OrderedDict(mlp=_module(case, t, how)))
+    model = peft.get_peft_model(holder, config, autocast_adapter_dtype=False)
     mlp = model.get_base_model().mlp
     leaves: dict[str, Tensor] = {}
     for name in case.weights:
         layer = getattr(mlp, _PROJECTIONS[name])
-        base = layer.base_layer
-        base.weight.requires_grad_(name in case.wanted)
-        leaves[name] = base.weight
-        if base.bias is not None:
-            leaves[f"b{name[1:]}"] = base.bias.requires_grad_(f"b{name[1:]}" in case.wanted)
+        leaves |= _parameters({name: layer.base_layer})
         for part, own in (("a", layer.lora_A), ("b", layer.lora_B)):
-            wants = f"{name}_{part}" in case.wanted
-            leaves[f"{name}_{part}"] = nn.Parameter(t[f"{name}_{part}"].detach(), requires_grad=wants)
-            own["default"].weight = leaves[f"{name}_{part}"]
+            leaves[f"{name}_{part}"] = own["default"].weight = nn.Parameter(t[f"{name}_{part}"].detach())
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in case.wanted)
 
     def call() -> Outputs:
         x = t["x"].detach().requires_grad_("x" in case.wanted)
@@ -295,7 +266,12 @@ def _autoencoder(case: Case, t: Operands) -> Callable[[], Outputs]:
     return call
 
 
-# Without gradients
+def _inferred(run: Callable[[], Tensor]) -> Callable[[], Outputs]:
+    @torch.no_grad()
+    def call() -> Outputs:
+        return {"y": run()}
+
+    return call
 
 
 def _float8(case: Case, t: Operands) -> Callable[[], Outputs]:
@@ -306,20 +282,10 @@ def _float8(case: Case, t: Operands) -> Callable[[], Outputs]:
     if case.module or case.tokens == "static":
         scale = static_scale(case, t["dy"].device) if case.tokens == "static" else None
         module = Float8MLP(gate, up, down, biases=biases, input_scale=scale, **how, **asked)  # type: ignore[arg-type]
-
-        @torch.no_grad()
-        def through() -> Outputs:
-            return {"y": module(t["x"])}
-
-        return through
+        return _inferred(functools.partial(module, t["x"]))
     function: Any = twell.sparse_gated_ffn if case.gated else twell.sparse_ffn
     given = {name: operand for name, operand in t.items() if name != "dy"}
-
-    @torch.no_grad()
-    def call() -> Outputs:
-        return {"y": function(**given, **how, **asked)}
-
-    return call
+    return _inferred(functools.partial(function, **given, **how, **asked))
 
 
 def _of_experts(case: Case, t: Operands) -> Callable[[], Outputs]:
@@ -329,12 +295,7 @@ def _of_experts(case: Case, t: Operands) -> Callable[[], Outputs]:
         given["shared"] = tuple(given[name][-1] for name in case.weights)
         given |= {name: given[name][:-1] for name in case.weights}
         given |= {name: given[name][..., :-1] for name in ("expert_ids", "weights")}
-
-    @torch.no_grad()
-    def call() -> Outputs:
-        return {"y": twell.sparse_experts(**given, **how)}
-
-    return call
+    return _inferred(functools.partial(twell.sparse_experts, **given, **how))
 
 
 def _pack(case: Case, t: Operands) -> Callable[[], Outputs]:
@@ -354,10 +315,8 @@ def _keep(case: Case, t: Operands) -> Callable[[], Outputs]:
     if case.by_neuron:
         level = level_of(case, t["dy"].device)
         bias = torch.cat([torch.zeros_like(level) if bias is None else bias, level])
-    layer = (
-        *(t["x"], t[f"w_{first}"], t["w_up"] if first == "gate" else None, t["w_down"].t()),
-        *(bias, t.get("b_up") if first == "gate" else None, t.get("b_down")),
-    )
+    up, b_up = (t["w_up"], t.get("b_up")) if first == "gate" else (None, None)
+    layer = t["x"], t[f"w_{first}"], up, t["w_down"].t(), bias, b_up, t.get("b_down")
     threshold = float(case.top) if case.top else 0.0 if case.by_neuron else case.threshold
 
     @torch.no_grad()
@@ -369,20 +328,16 @@ def _keep(case: Case, t: Operands) -> Callable[[], Outputs]:
     return call
 
 
-# Dense PyTorch
-
-
 @torch.enable_grad()
 def dense(case: Case, t: Operands) -> Outputs:
     """A layer, a pair or one behind a given gate in plain PyTorch, by the names of outputs of a call."""
     dy, first = t["dy"], case.first
     leaves = {name: operand.detach().requires_grad_(name in case.wanted) for name, operand in t.items() if name != "dy"}
-    # autocast casts a gate, too
-    gate = (
-        leaves["gate"].to(case.torch_dtype)
-        if "gate" in t
-        else F.linear(leaves["x"], leaves[f"w_{first}"], leaves.get(f"b_{first}"))
-    )
+    if "gate" in t:
+        # autocast casts a gate, too
+        gate = leaves["gate"].to(case.torch_dtype)
+    else:
+        gate = F.linear(leaves["x"], leaves[f"w_{first}"], leaves.get(f"b_{first}"))
     level = level_of(case, gate.device)
     if case.top:
         gate = torch.where(largest(gate.view(-1, case.n), case.top).view(gate.shape), gate, 0)
@@ -402,10 +357,5 @@ def dense(case: Case, t: Operands) -> Outputs:
     out = {"y": y.detach(), "l1": l1.detach() / max(case.m, 1), "l0": l0 / max(case.m, 1)}
     if not case.wants:
         return out
-    results = [(y, dy.view(y.shape)), *([(l1, torch.full_like(l1, case.dl1))] if case.l1 and l1.requires_grad else [])]
-    results = [(result, upstream) for result, upstream in results if result.requires_grad]
-    wanted = [leaves[name] for name in case.wanted]
-    with torch.autocast(dy.device.type, enabled=False):
-        ends = [result for result, _ in results], wanted, [upstream.to(result.dtype) for result, upstream in results]
-        found = torch.autograd.grad(*ends, allow_unused=True)
+    found = _gradients(case, [(y, dy), *([(l1, torch.full_like(l1, case.dl1))] if case.l1 else [])], leaves)
     return out | {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(case.wanted, found)}

@@ -24,9 +24,7 @@ BIASES = ("b_gate", "b_up", "b_down")
 # those that run dense nowhere; "row+invariant" is "row" with ``invariant``, the others with "+" are what "auto" may run
 SPARSE = ("row", "union", "union+screen", "row+invariant")
 STRATEGIES = (*SPARSE, "dense", "auto", "site")
-PATTERNS = (
-    *("uniform", "tokens", "topics", "heavy-tokens", "heavy-neurons", "tiles", "band", "single", "none", "all"),
-)
+PATTERNS = ("uniform", "tokens", "topics", "heavy-tokens", "heavy-neurons", "tiles", "band", "single", "none", "all")
 X_LAYOUTS = ("plain", "padded", "odd", "columns", "alternate", "expanded")
 WEIGHT_LAYOUTS = ("plain", "padded", "odd", "columns")
 # a down weight [N, K], which calls take as [K, N]; "linear" is that of nn.Linear
@@ -164,7 +162,7 @@ class Case:
             raise ValueError(f"m must be at least 0, k and n multiples of 8 of at least 8, got {sizes}")
         if self.experts < 1 or not 1 <= self.slots <= geometry.MAX_EXPERTS_OF_TOKEN or self.rank < 0 or self.top < 0:
             raise ValueError(f"experts, slots, rank or top are out of range, got {self}")
-        named = {"gate", "up", "down"} if self.gated and self._has("gated") else {"up", "down"}
+        named = {"gate", "up", "down"} if self.gated and "gated" in KINDS[self.kind] else {"up", "down"}
         named = {"gate"} if self.kind == "pack" else {"up", "down"} if self.kind == "pair" else named
         if unknown := set(self.biases.split("+")) - {"", *named}:
             raise ValueError(f"biases must be of {', '.join(sorted(named))}, got {', '.join(sorted(unknown))}")
@@ -196,9 +194,6 @@ class Case:
 
     def replace(self, **changes: Any) -> Case:
         return dataclasses.replace(self, **changes)
-
-    def _has(self, name: str) -> bool:
-        return name in KINDS[self.kind]
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 
 from twell.base.arguments import require
-from twell.testing.answers import (
-    chunks,
-    count_roundings,
-    dense_gradients,
-    dense_output,
-    float64_gradients,
-    float64_output,
-)
-from twell.testing.workloads import FFN
+from twell.testing.answers import count_roundings, dense_gradients, dense_output, float64_gradients, float64_output
+from twell.testing.workloads import CHUNK_ROWS, FFN
 
 # Largest error against float64 as a multiple of dense PyTorch's, where many roundings share the error.
 BUDGET = 1.1
@@ -80,7 +73,8 @@ def errors(out: Tensor, answer: Tensor, terms: Tensor | None = None) -> Errors:
         raise ValueError(f"shapes must agree, got {tuple(out.shape)} and {tuple(answer.shape)}")
     if not answer.numel():
         return Errors(0.0, 0.0)
-    wrong = torch.cat([(out[i:j].double() - answer[i:j]).norm(dim=1) for i, j in chunks(len(out))])
+    parts = zip(torch.split(out, CHUNK_ROWS), torch.split(answer, CHUNK_ROWS))
+    wrong = torch.cat([(ours.double() - right).norm(dim=1) for ours, right in parts])
     right = answer.norm(dim=1)
     total = float(right.norm())
     if not math.isfinite(total):
@@ -157,29 +151,16 @@ def compare_gradients(
     ``options``: activation and threshold.
     """
     answer = float64_gradients(problem, dy, dl1, gated=gated, **options)
-    squares = float64_gradients(problem, dy, dl1, gated=gated, each=torch.square, **options)
-    terms = {name: s.view(-1, s.shape[-1]).sum(1).sqrt() for name, s in squares.items()}
-    dense = gradient_errors(dense_gradients(problem, dy, dl1, gated=gated, **options), answer, terms)
-    roundings = count_roundings(problem, gated=gated, **options)
-    return compare_errors(gradient_errors(gradients, answer, terms), dense, roundings)
-
-
-def gradient_errors(
-    gradients: dict[str, Tensor], answer: dict[str, Tensor], terms: dict[str, Tensor]
-) -> dict[str, Errors]:
-    """``errors`` of each gradient; ``gradients`` must have the names of ``answer``."""
     if gradients.keys() != answer.keys():
         raise ValueError(f"gradients must be those of {', '.join(answer)}, got {', '.join(gradients)}")
-    return {
-        name: errors(gradients[name].view(-1, right.shape[-1]), right.view(-1, right.shape[-1]), terms[name])
-        for name, right in answer.items()
-    }
-
-
-def compare_errors(ours: dict[str, Errors], dense: dict[str, Errors], roundings: float) -> dict[str, Comparison]:
-    """The comparison of each gradient, with its tensor's budget; ``roundings`` as in ``Comparison``."""
-
-    def budgets(name: str) -> tuple[float, float]:
-        return (BIAS_BUDGET, BIAS_BUDGET) if name.startswith("b_") else (BUDGET, ROW_BUDGET)
-
-    return {name: Comparison(error, dense[name], roundings, *budgets(name)) for name, error in ours.items()}
+    squares = float64_gradients(problem, dy, dl1, gated=gated, each=torch.square, **options)
+    baseline = dense_gradients(problem, dy, dl1, gated=gated, **options)
+    roundings = count_roundings(problem, gated=gated, **options)
+    compared = {}
+    for name in answer:
+        of_name = (found[name] for found in (gradients, baseline, answer, squares))
+        ours, dense, right, square = (t.view(-1, t.shape[-1]) for t in of_name)
+        terms = square.sum(1).sqrt()
+        budgets = (BIAS_BUDGET, BIAS_BUDGET) if name.startswith("b_") else (BUDGET, ROW_BUDGET)
+        compared[name] = Comparison(errors(ours, right, terms), errors(dense, right, terms), roundings, *budgets)
+    return compared

@@ -64,20 +64,14 @@ def _draw_integers(m: int, k: int, n: int, density: float, biases: str, seed: in
         columns = (start + torch.arange(count, device="cpu") * ((k - 1) // count)) % (k - 1) + 1
         return torch.zeros(n, k, dtype=torch.int8, device="cpu").scatter_(1, columns, signs(n, count))
 
-    count = min(_FAN_IN, k - 1)
+    count, limits = min(_FAN_IN, k - 1), (("gate", 2, n), ("up", 3, n), ("down", 8, k))
     x = signs(m, k) * integers(1, 2, m, k)
     x[:, 0] = 2
     w_gate, w_up = fan_in(count), fan_in(count)
     w_gate[:, 0] = _gate_shift(count, density, "gate" in biases)
-    return FFN(
-        x,
-        w_gate,
-        w_up,
-        w_down=integers(-1, 1, n, k),
-        b_gate=integers(-2, 2, n) if "gate" in biases else None,
-        b_up=integers(-3, 3, n) if "up" in biases else None,
-        b_down=integers(-8, 8, k) if "down" in biases else None,
-    )
+    w_down = integers(-1, 1, n, k)
+    drawn = {name: integers(-most, most, size) for name, most, size in limits if name in biases}
+    return FFN(x, w_gate, w_up, w_down, *map(drawn.get, ("gate", "up", "down")))
 
 
 def _gate_shift(count: int, density: float, bias: bool) -> int:
@@ -152,11 +146,8 @@ def integer_upstream(problem: FFN, *, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     places = torch.randint(k, (m, 6), generator=generator, device="cpu")
     values = torch.randint(-2, 3, (m, 6), generator=generator, device="cpu")
-    return (
-        torch.zeros(m, k, dtype=torch.int64, device="cpu")
-        .scatter_(1, places, values)
-        .to(problem.x.device, problem.x.dtype)
-    )
+    zeros = torch.zeros(m, k, dtype=torch.int64, device="cpu")
+    return zeros.scatter_(1, places, values).to(problem.x.device, problem.x.dtype)
 
 
 def exact_output(problem: FFN, *, gated: bool = True, **options: Any) -> Tensor:

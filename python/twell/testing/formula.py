@@ -13,16 +13,7 @@ import torch
 from torch import Tensor
 
 from twell.testing.case import Case
-from twell.testing.operands import (
-    LORA_SCALE,
-    Operands,
-    in_e4m3,
-    largest,
-    level_of,
-    rounds_hidden,
-    rounds_weighted,
-    wide,
-)
+from twell.testing.operands import LORA_SCALE, in_e4m3, largest, level_of, rounds_hidden, rounds_weighted, wide
 
 # Value of main gradients before a call adds to them.
 MAIN = 3
@@ -75,7 +66,7 @@ def roundings(case: Case) -> float:
     return count * eps + quantised + (FAST_SUMMATION if case.scales else SUMMATION)
 
 
-def answers(case: Case, o: Operands) -> dict[str, Answer]:
+def answers(case: Case, o: dict[str, Any]) -> dict[str, Answer]:
     """y, l1, l0 and the gradients that are wanted, by the names of operands."""
     own = dict(o)
     if case.scales:
@@ -92,11 +83,9 @@ def answers(case: Case, o: Operands) -> dict[str, Answer]:
             if names:
                 loss = (run.y * leaves["dy"]).sum() + case.dl1 * (run.l1 + (run.l0 if case.bandwidth else 0))
                 given = torch.autograd.grad(loss, [leaves[name] for name in names], allow_unused=True)
-                out |= {
-                    name: (torch.zeros_like(leaves[name]) if t is None else t)
-                    + MAIN * (case.mains and name in case.weights)
-                    for name, t in zip(names, given)
-                }
+                for name, t in zip(names, given):
+                    main = MAIN * (case.mains and name in case.weights)
+                    out[name] = main + (torch.zeros_like(leaves[name]) if t is None else t)
         runs.append(run)
         found.append(out)
     (right, absolute), figures = found, runs[0]

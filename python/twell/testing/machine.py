@@ -1,7 +1,6 @@
 """The line that names the machine of a measurement."""
 
 import platform
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,14 +13,11 @@ from twell.runtime import fingerprint, packaged
 
 def _output(*command: str) -> str | None:
     """First line of a command's output, None if the command is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return None
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = done.stdout.splitlines()
-    return lines[0].strip() if lines else ""
+    return done.stdout.strip().partition("\n")[0]
 
 
 def _commit() -> str | None:
@@ -50,13 +46,9 @@ def _gpu(device: torch.device) -> list[str]:
     properties = torch.cuda.get_device_properties(device)
     parts = [f"{properties.name} ({properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB)"]
     uuid = str(getattr(properties, "uuid", ""))
-    queried = _under_load(
-        device,
-        "nvidia-smi",
-        f"--id=GPU-{uuid}" if uuid else f"--id={device.index or 0}",
-        "--query-gpu=clocks.sm,clocks.max.sm,clocks.max.memory,power.limit,driver_version",
-        "--format=csv,noheader,nounits",
-    )
+    which = f"--id=GPU-{uuid}" if uuid else f"--id={device.index or 0}"
+    query = "--query-gpu=clocks.sm,clocks.max.sm,clocks.max.memory,power.limit,driver_version"
+    queried = _under_load(device, "nvidia-smi", which, query, "--format=csv,noheader,nounits")
     fields = [field.strip() for field in (queried or "").split(",")]
     if len(fields) == 5:
         now, most, memory, power, driver = fields
@@ -80,7 +72,6 @@ def machine_line(device: torch.device | str | None = None) -> str:
     parts += [f"CuTe DSL {dsl}", f"twell {twell.__version__}"]
     if manifest is not None:
         parts.append(f"kernels {manifest.source_hash[:12]}")
-    commit = _commit()
-    if commit is not None:
+    if (commit := _commit()) is not None:
         parts.append(f"commit {commit}")
     return "; ".join(parts)

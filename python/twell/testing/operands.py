@@ -7,7 +7,7 @@ Integers are so small that fp32 holds every sum in any order, and 16 bits every 
 import math
 import random
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,22 +68,18 @@ class Draw:
         return found
 
 
-class Features(NamedTuple):
-    """The common part of each neuron's and token's gates; ``sure`` outweighs everything random."""
-
-    popularity: Tensor
-    load: Tensor
-    topic: Tensor
-    boost: Tensor
-
-
 def quantile(share: Tensor) -> Tensor:
     """The value that a standard normal exceeds with this probability."""
     return -torch.special.ndtri(share.clamp(1e-9, 1 - 1e-9))  # type: ignore[no-any-return]
 
 
-def features(case: Case, n: int, topics: int, unit: float, sure: float, weights: Draw, tokens: Draw) -> Features:
-    """The pattern of a case; random sums have the deviation ``unit``."""
+def features(
+    case: Case, n: int, topics: int, unit: float, sure: float, weights: Draw, tokens: Draw
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The popularity of neurons [N], load and topic of tokens [M], and what a topic adds to a gate [N, topics].
+
+    Random sums have the deviation ``unit``; ``sure`` outweighs everything random.
+    """
     m, device = case.m, weights.device
     rng = random.Random(f"{case.seed}:pattern")
     usual = float(quantile(torch.tensor(case.density, device="cpu"))) * unit
@@ -118,7 +114,7 @@ def features(case: Case, n: int, topics: int, unit: float, sure: float, weights:
         popularity.fill_(3 - sure - 2 * (case.first in case.biases or case.kind == "autoencoder"))
     elif pattern == "all":
         popularity.fill_(sure)
-    return Features(popularity.clamp(-sure, sure), load.clamp(-sure, 2 * sure), topic, boost)
+    return popularity.clamp(-sure, sure), load.clamp(-sure, 2 * sure), topic, boost
 
 
 def members(case: Case, t: int, topics: int, rng: random.Random, scores: Tensor) -> Tensor:
@@ -139,10 +135,7 @@ def members(case: Case, t: int, topics: int, rng: random.Random, scores: Tensor)
 
 
 def build(case: Case, device: torch.device | str = "cpu", again: int = 0) -> Operands:
-    """The operands of a case, contiguous, drawn on the device; ``again`` draws other tokens for the same weights.
-
-    x [M, K], weights [N, K] and w_down [K, N], of experts [E, ...]; and dy, the gradient of y.
-    """
+    """The operands of a case and dy, contiguous, drawn on the device; ``again``: other tokens for the same weights."""
     device = torch.device(device)
     m, k, n = case.m, case.k, case.n * case.experts
     weights, tokens = Draw(f"{case.seed}:weights", device), Draw(f"{case.seed}:tokens:{again}", device)
@@ -171,15 +164,14 @@ def build(case: Case, device: torch.device | str = "cpu", again: int = 0) -> Ope
         if small and case.dtype == "fp16":
             # gradients of squares that leave the range of fp16 have no bound
             dy *= 2.0**-6
-    pattern = features(case, n, topics, unit, sure, weights, tokens)
-    popularity, load = pattern.popularity, pattern.load
+    popularity, load, topic, boost = features(case, n, topics, unit, sure, weights, tokens)
     if case.exact:
         popularity, load = popularity.round(), load.round()
         popularity = popularity.clamp(max=0) if small else popularity
         w_up[:, :first] = 0
     x[:, 0], x[:, 1] = 1, load
-    x[:, 2:first] = F.one_hot(pattern.topic, topics).float() if m else 0
-    w_first[:, 0], w_first[:, 1], w_first[:, 2:first] = popularity, 1, pattern.boost
+    x[:, 2:first] = F.one_hot(topic, topics).float() if m else 0
+    w_first[:, 0], w_first[:, 1], w_first[:, 2:first] = popularity, 1, boost
     if case.x_layout == "expanded":
         x = x[:1].expand(m, k).contiguous()
     o: Operands = {"x": x, f"w_{case.first}": w_first, f"b_{case.first}": biases["first"], "dy": dy}
@@ -235,9 +227,8 @@ def _routes(case: Case, tokens: Draw) -> Operands:
     weights = 2.0 ** tokens.integers(-1, 1, *shape)
     if case.shared:
         ids[:, -1], weights[:, -1] = routed, 1
-    return (
-        {"expert_ids": ids, "weights": weights} if case.wide else {"expert_ids": ids.int(), "weights": weights.half()}
-    )
+    ids, weights = (ids, weights) if case.wide else (ids.int(), weights.half())
+    return {"expert_ids": ids, "weights": weights}
 
 
 def _adapters(case: Case, weights: Draw, first: int) -> Operands:
@@ -246,10 +237,8 @@ def _adapters(case: Case, weights: Draw, first: int) -> Operands:
     for name in case.weights:
         into, out = (case.n, case.k) if name == "w_down" else (case.k, case.n)
         if case.exact:
-            a, b = (
-                weights.spread(case.rank, into, 1, 0 if name == "w_down" else first),
-                weights.spread(out, case.rank, 1),
-            )
+            a = weights.spread(case.rank, into, 1, 0 if name == "w_down" else first)
+            b = weights.spread(out, case.rank, 1)
         else:
             a, b = weights.normal(case.rank, into) / math.sqrt(into), 0.25 * weights.normal(out, case.rank)
         found |= {f"{name}_a": a.to(case.torch_dtype), f"{name}_b": b.to(case.torch_dtype)}
@@ -289,9 +278,6 @@ def in_e4m3(case: Case, x: Any) -> Float8:
 def static_scale(case: Case, device: torch.device) -> Tensor:
     """A static scale of tokens [1]; by it the largest values saturate."""
     return torch.full((1,), 1.0 if case.exact else 2.0**-7, device=device)
-
-
-# Kinks
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -386,12 +372,6 @@ def _kept_tokens(case: Case, o: Operands) -> Any:
     return torch.where(away, o["b_down"] if case.kind == "autoencoder" else 0, x)
 
 
-def halfway(level: Tensor, step: int) -> Tensor:
-    """Halfway from 16-bit numbers of at least 0 to the next ones above or below them, in float64."""
-    beside = (level.contiguous().view(torch.int16) + step).clamp(min=0).view(level.dtype)
-    return (level.double() + beside.double()) / 2
-
-
 def undecided(gate: Tensor, reach: Tensor, top: int, dtype: torch.dtype) -> Tensor:
     """The gates that fp32 may round to the other side of the k-th largest of a token, or of 0.
 
@@ -403,12 +383,11 @@ def undecided(gate: Tensor, reach: Tensor, top: int, dtype: torch.dtype) -> Tens
     level = torch.where((rounded > 0).sum(1, keepdim=True) < top, 0, least)
     near = torch.zeros_like(gate, dtype=torch.bool)
     for step in (-1, 1):
-        near |= (gate - halfway(level, step)).abs() < reach
+        # halfway to the 16-bit number below or above
+        beside = (level.contiguous().view(torch.int16) + step).clamp(min=0).view(level.dtype)
+        near |= (gate - (level.double() + beside.double()) / 2).abs() < reach
     steps = rounded.view(torch.int16).int() - level.view(torch.int16)
     return near | (near.any(1, keepdim=True) & (steps.abs() <= 1))
-
-
-# Layouts
 
 
 def padded(t: Tensor, left: int, right: int) -> Tensor:
@@ -429,10 +408,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "alternate": alternate,
     "expanded": lambda t: t[:1].expand(t.shape),
     "off": lambda t: padded(t[None], 1, 0)[0],
-    # a down weight, which calls take as [K, N]
-    "rows": lambda t: t,
-    "linear": lambda t: t.t().contiguous().t(),
 }
+# a down weight, which calls take as [K, N]
+LAYOUTS |= {"rows": LAYOUTS["plain"], "linear": LAYOUTS["columns"]}
 
 
 def laid_out(case: Case, o: Operands) -> Operands:
@@ -475,8 +453,7 @@ def with_lead(case: Case, x: Any) -> Any:
     """``x`` [M, ...] with other leading dimensions, without a copy; records have none."""
     m = x.shape[0]
     divisor = next((d for d in (4, 3, 2, 5, 7) if m % d == 0), 1)
-    shapes: list[tuple[int, ...]] = [(m,), (1, m), (m, 1, 1), (divisor, m // divisor), ()]
-    shape = shapes[case.lead]
+    shape: tuple[int, ...] = ((m,), (1, m), (m, 1, 1), (divisor, m // divisor), ())[case.lead]
     if case.tokens == "e4m3":
         return x
     if shape == ():

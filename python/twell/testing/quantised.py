@@ -35,8 +35,7 @@ class Quantised:
     ) -> Tensor:
         """y by products of ``torch._scaled_mm`` and fused passes; on a CPU by sums in float32."""
         if x.device.type != "cuda":
-            layer = e4m3.layer_of(x, (self.gate, self.up, self.stored), float8.NO_BIASES)
-            return e4m3.dense(layer, RELU, True)[0]
+            return e4m3.dense(e4m3.layer_of(x, (self.gate, self.up, self.stored), float8.NO_BIASES), RELU, True)[0]
         tokens = quantise(x)
         if merged:
             gate, up = e4m3.product(*tokens, self.both.values, self.both.scale).chunk(2, 1)
@@ -46,8 +45,7 @@ class Quantised:
 
     def sparse(self, x: Tensor, strategy: Any) -> Tensor:
         """y by a strategy of twell."""
-        y: Tensor = twell.sparse_gated_ffn(x, self.gate, self.up, self.down, strategy=strategy)
-        return y
+        return twell.sparse_gated_ffn(x, self.gate, self.up, self.down, strategy=strategy)  # type: ignore[no-any-return]
 
     def rounded(self, x: Tensor) -> FFN:
         """The layer on x with the gates of the quantised one."""

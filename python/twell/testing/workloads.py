@@ -89,6 +89,9 @@ _CONSTANT = 4.0
 _DEAD_BIAS = -50.0
 _THRESHOLD_ROWS = 4096
 
+# Rows of one float64 chunk; at N = 5632 its three intermediates take 0.5 GB.
+CHUNK_ROWS = 4096
+
 # Tokens of a recorded layer before they repeat.
 _PERIOD = 4096
 
@@ -132,8 +135,7 @@ def make(
     w_gate[:, 0], w_gate[:, 1] = popularity / _CONSTANT, 1.0
     pre_activation = x[:_THRESHOLD_ROWS].to(dtype).float() @ w_gate.to(dtype).float().T
     pre_activation[:, dead] = -math.inf
-    threshold = bisected(pre_activation, load.nnz, 20.0)
-    w_gate[:, 0] = (popularity - threshold) / _CONSTANT
+    w_gate[:, 0] = (popularity - bisected(pre_activation, load.nnz, 20.0)) / _CONSTANT
     w_gate[dead, 0] = _DEAD_BIAS
     w_up, w_down = normal(n, k) / math.sqrt(k), normal(n, k) / math.sqrt(n)
     return FFN(x.to(dtype), w_gate.to(dtype), w_up.to(dtype), w_down.to(dtype))
@@ -189,10 +191,9 @@ def load_real(
     alive = rows["alive"].long() if rows else torch.arange(n, device="cpu")
     distinct = len(set(alive.tolist()))
     if not (len(x) and distinct == len(alive) == len(w) and ((alive >= 0) & (alive < n)).all()):
-        raise ValueError(
-            f"{path}: expected tokens, and a row of w for each of the distinct neurons alive below n = {n}, got "
-            f"{len(x)} tokens, {len(w)} rows and {distinct} distinct neurons of {len(alive)}"
-        )
+        expected = f"tokens, and a row of w for each of the distinct neurons alive below n = {n}"
+        got = f"{len(x)} tokens, {len(w)} rows and {distinct} distinct neurons of {len(alive)}"
+        raise ValueError(f"{path}: expected {expected}, got {got}")
     w_gate = w
     if rows:
         w_gate = normal(n, k) * (0.6 / x.norm(dim=1).mean()) - 4.0 * rows["quiet"]
