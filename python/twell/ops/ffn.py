@@ -41,6 +41,7 @@ from twell.ops import calls, decode, dense, e4m3, library, screened, union
 from twell.ops.calls import Run
 from twell.ops.gate_pack import pack
 from twell.ops.hybrid_cpu import gate_on_cpu
+from twell.ops.library import check_operands
 from twell.ops.operands import Form, Layer, Place, has_thresholds, opened, present
 from twell.ops.pack import pack_gate, stats_shape
 from twell.ops.pack import shapes as packed_shapes
@@ -216,7 +217,7 @@ def _check(layer: Layer, invariant: bool, totals: bool) -> None:
     e4m3.require_no_scales(layer)
     if layer.gate is not None and invariant:
         raise NotImplementedError("invariant=True goes with a gate that the layer computes, got a given one")
-    library.check_operands(layer)
+    check_operands(layer)
 
 
 def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) -> list[library.Implementation]:
