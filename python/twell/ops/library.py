@@ -244,7 +244,11 @@ def blocks(m: int, size: int) -> int:
 
 def aligned(tensor: Tensor | None) -> Any:
     """A tensor, contiguous and at an aligned address as kernels read it; a copy if it is not."""
-    if tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0):
+    if tensor is None:
+        return None
+    # one element is contiguous whatever its stride
+    contiguous = tensor.stride(0) == 1 if tensor.dim() == 1 else tensor.is_contiguous()
+    if contiguous and tensor.data_ptr() % ALIGNMENT == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
