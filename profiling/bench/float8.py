@@ -62,7 +62,9 @@ def cases(bench: Bench) -> Iterator[Case]:
         measured = Measured(name, layers, m, on)
         yield bench.timed(measured.base, measured.variants(), WAYS)
 
-    for source in parse(given.workload):
+    sources = parse(given.workload)
+    bench.given["workload"] = [source.name for source in sources]
+    for source in sources:
         # fewer tokens are the first of the most
         problem = source.load(max(given.m), given.k, given.n, device=on, dtype=torch.bfloat16)
         if problem.b_gate is not None:

@@ -90,3 +90,5 @@ def test_tokens_of_engines_are_compared() -> None:
     found = {name: {"workloads": [figures | {"tokens": made}]} for name, made in tokens.items()}
     rows = {row["engine"]: row["differ"] for row in engine.rows_of(found)}
     assert rows == {"stock": 0, "auto": 2, "row": 0}
+    (alone,) = engine.rows_of({"auto": {"workloads": [figures | {"tokens": tokens["auto"]}]}})
+    assert alone["differ"] is None

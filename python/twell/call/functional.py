@@ -74,10 +74,11 @@ def sparse_gated_ffn(
             128 tokens and the neurons that any token of a tile fires. Both are the same where a gradient will be
             needed, and for few tokens in one pass; every named strategy runs float32 and float64 dense, which is logged
             once at INFO. "dense" is plain PyTorch, for any size and any dtype of F.linear.
-            "auto" takes the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. An
-            ``AutoStrategy`` that you keep, as the modules do, chooses by measured sparsity. It may screen: compute a
-            gate only where a product in int8 and a bound of its error say that it may be a non-zero, which misses one
-            with a probability of at most 2^-80 (docs/notes/screen.md). Graphs without gradients choose when they run.
+            "auto" takes the cheapest strategy for a sparse layer of this size: mostly "union", "row" for few tokens. It
+            keeps nothing between calls and so measures nothing. An ``AutoStrategy`` that you keep, as the modules do,
+            chooses by measured sparsity. It alone may screen: compute a gate only where a product in int8 and a bound
+            of its error say that it may be a non-zero, which misses one with a probability of at most 2^-80
+            (docs/notes/screen.md). Graphs without gradients choose when they run.
             Both are dense on a CPU and, after a warning, on a GPU that was not measured. Strategies may differ in the
             last bits of a result. Where many tokens fire many neurons "row" takes many times as long as dense: 16.8 ms
             to 1.6 for 16,384 tokens with 911 non-zeros each (H100, K = 2,048, N = 5,632).

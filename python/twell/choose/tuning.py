@@ -55,7 +55,7 @@ def quantize_gate(dtype: torch.dtype, k: int) -> specs.QuantizeGateSpec:
 
 @functools.lru_cache(4096)
 def decode(dtype: torch.dtype, m: int, k: int, kind: str, family: str = specs.SM90) -> specs.DecodeSpec | None:
-    """The kernel for "plain" or "gated" layers or "experts" of ``m`` tokens; None of more than there is one for."""
+    """The kernel that computes "plain" or "gated" layers, or "experts", in one pass; None where there is none."""
     name = dtype_name(dtype)
     shapes = specs.decode_shapes(name, kind)
     shape = next((each for each in shapes if k <= each[0] * each[1] and 0 < m <= each[2]), None)

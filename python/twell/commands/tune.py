@@ -99,9 +99,6 @@ MOST_ERROR, MOST_ERROR_E4M3 = {False: 0.02, True: 0.05}, 0.08
 # A route that takes this many times as long as the fastest is not replayed again.
 SLOW = 4.0
 LEAST_ROUNDS = 6
-# Calls of so many tokens are replayed this many times as long before they are timed: at its limit of power a GPU lowers
-# its clocks within 0.1 s, most of all under dense products (NVIDIA H200: 735 TFLOP/s after a pause, 640 in a model).
-HEATED, HEAT = 2048, 3
 
 # Seconds that a slow GPU takes. An estimate: an H200 takes three minutes.
 LONG_S = 3600.0
@@ -205,14 +202,12 @@ def sparse_routes(problem: Problem, card: Card) -> tuple[str, ...]:
     return (*routes, rates.SCREENED) if screens else routes
 
 
-def times_of(recordings: dict[str, timing.Recording], seconds: float, heat_s: float) -> dict[str, list[float]]:
-    """Milliseconds of one call by route, after replays of ``heat_s``; a slow one has few samples."""
-    times = {name: min(each) for name, each in timing.measure(recordings, 0, least=1).items()}
-    fastest = min(times.values())
-    near = {name: each for name, each in recordings.items() if name == "dense" or times[name] <= SLOW * fastest}
-    once = sum(times[name] * each.copies for name, each in near.items()) / 1e3
-    warm = max(timing.WARM_ROUNDS, int(heat_s / max(once, 1e-6) / 2))
-    return {name: [each] for name, each in times.items()} | timing.measure(near, seconds, LEAST_ROUNDS, warm)
+def times_of(recordings: dict[str, timing.Recording], seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of one call by route; a slow one has few samples."""
+    times = timing.measure(recordings, 0, least=1)
+    fastest = min(map(min, times.values()))
+    near = {name: each for name, each in recordings.items() if name == "dense" or min(times[name]) <= SLOW * fastest}
+    return times | timing.measure(near, seconds, LEAST_ROUNDS)
 
 
 def row_of(
@@ -222,8 +217,7 @@ def row_of(
     routes = sparse_routes(layer.problem, card)
     red = layer.check(routes)
     recordings = {route: layer.record(route) for route in routes if route not in red}
-    heat_s = HEAT * seconds if layer.problem.m >= HEATED else 0.0
-    times = times_of({**recordings, "dense": dense or layer.record("dense")}, seconds, heat_s)
+    times = times_of({**recordings, "dense": dense or layer.record("dense")}, seconds)
     numbers = figures._asdict() | {f"{route}_ms": statistics.median(each) for route, each in times.items()}
     sizes = dict(zip(SIZES, layer.problem)) | ({"float8": True} if layer.problem.float8 else {})
     rounded = {name: number if number is None else float(f"{number:.4g}") for name, number in numbers.items()}

@@ -188,7 +188,8 @@ def compact(
 ) -> tuple[Module, CompactionReport]:
     """Remove the neurons of ``module`` that are not alive; return the result and a report.
 
-    The result is exact where no removed neuron would fire; elsewhere the terms of those neurons are missing.
+    The result is exact where no removed neuron would fire; elsewhere the terms of those neurons are missing. ``alive``
+    holds for the data that it comes from.
 
     Args:
         module: a SparseGatedMLP, a SparseMLP, or any model with such layers, whatever ``sparsify_`` makes among them.

@@ -49,7 +49,7 @@ def dense(
 
 
 def in_inference(layer: Layer, activation: Activation, seen: bool = True) -> Between:
-    """Between the products where nothing else sees up, and nothing the gate, unless it is given or ``seen``."""
+    """What runs between the products in inference. It may overwrite up, and a gate neither given nor ``seen``."""
     inplace = layer.gate is None
     fused = inplace and fuses(layer, activation)
 
@@ -96,7 +96,7 @@ def fuses(layer: Layer, activation: Activation, training: bool = False) -> bool:
 
 
 def as_torch(layer: Layer, between: Between, merged: bool = False) -> Run:
-    """What computes y of plain tensors like these, w_down [K, N]; gate and up as ``is_merged`` says if ``merged``."""
+    """What computes y of plain tensors like these, w_down [K, N]; ``merged``: gate and up may be one product."""
     few, one = merged and _may_merge(layer), merged and is_merged(layer)
     inner, dtype, device = layer.w_gate.shape, layer.x.dtype, layer.x.device
     n, k = inner

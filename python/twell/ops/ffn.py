@@ -221,7 +221,7 @@ def _check(layer: Layer, invariant: bool, totals: bool) -> None:
 
 
 def _operators(compute: Callable[..., _Totals] | None, remembers: bool = False) -> list[library.Implementation]:
-    """``ffn`` and ``ffn_aux`` of the schema's arguments; fake ones have no ``compute``. remembers: kinds of calls."""
+    """``ffn`` and ``ffn_aux``, fake without ``compute``; ``remembers``: later calls of a kind go to its program."""
 
     def run(totals: bool, *arguments: Any) -> _Totals:
         compression, strategy, site, *how = arguments[7:14]

@@ -49,7 +49,7 @@ class Kept(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What both operators of backward take, tensors or views: dy [M, K], dl1 (0-d or None), no b_down, and ``kept``."""
+    """Operands of backward, tensors or views: dy [M, K], dl1 (0-d or None), the layer without b_down, and ``kept``."""
 
     dy: Any
     dl1: Any
