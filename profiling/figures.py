@@ -11,7 +11,7 @@ from typing import Any
 from profiling import everything
 from profiling.everything import RESULTS
 from twell.choose.rates import SCREENED
-from twell.commands import tune
+from twell.commands import fitting
 
 Row = dict[str, Any]
 LAYERS = ("real3", "topic29", "skew29", "uniform29", "real6", "topic128", "dense911")
@@ -264,7 +264,7 @@ def shapes() -> str:
     best: dict[tuple[Any, ...], str] = {}
     for row in result("tuning")["rows"]:
         if row["gated"] and not row["training"] and not row.get("float8"):
-            times = {route: ms / row["dense_ms"] for route, ms in tune.ms_of(row).items() if route != "dense"}
+            times = {route: ms / row["dense_ms"] for route, ms in fitting.ms_of(row).items() if route != "dense"}
             time, strategy = min((time, route.rpartition("+")[2][0]) for route, time in times.items())
             case = row["k"], row["n"], row["pattern"], row["m"]
             best[case] = f"{time:.2f} {strategy}" if time < 1 else f"{time:.2f}"

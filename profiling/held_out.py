@@ -26,16 +26,16 @@ from profiling.tune import read
 from twell import testing
 from twell.choose import cards, rates
 from twell.choose.cards import Card
-from twell.commands import timing, tune
+from twell.commands import fitting, timing, tune
+from twell.commands.fitting import Row
 from twell.commands.request import exit_status
-from twell.commands.tune import Row
 from twell.testing import Workload
 
 # Tokens of the graphs that engines capture for batches that decode.
 GRAPHS = range(16, 513)
 # one pass over the weights computes as many
 FEW = 32
-SHOWN = (*tune.SIZES, "nonzeros", "heaviest", "union", "candidates", "loss", "auto", "costs", "dense_ms")
+SHOWN = (*fitting.SIZES, "nonzeros", "heaviest", "union", "candidates", "loss", "auto", "costs", "dense_ms")
 
 
 def points() -> list[Row]:
@@ -45,7 +45,7 @@ def points() -> list[Row]:
 
 
 def measure(point: Row, device: timing.Device, card: Card, seconds: float) -> Row:
-    problem, workload = tune.problem_of(point), Workload(**point["pattern"])
+    problem, workload = fitting.problem_of(point), Workload(**point["pattern"])
     m, k, n, *_ = problem
     drawn = testing.make(workload, max(m, 4096), k, n, seed=point["seed"], device=device.torch_device).rows(0, m)
     layer = tune.Layer(drawn, problem, device)
@@ -55,12 +55,12 @@ def measure(point: Row, device: timing.Device, card: Card, seconds: float) -> Ro
 
 def decided(row: Row, card: Card) -> Row:
     """The row with the choice, its loss and predicted times over dense's; of ``GRAPHS`` also without figures."""
-    ms, problem = tune.ms_of(row), tune.problem_of(row)
+    ms, problem = fitting.ms_of(row), fitting.problem_of(row)
     right = {} if row["red"] else {route: time / min(ms.values()) - 1 for route, time in ms.items()}
     if not row["training"] and row["m"] in GRAPHS:
         graph = rates.decide(problem, None, None, card).strategy
         row = row | {"graph": graph, "graph_loss": right.get(graph)}
-    decision = rates.decide(problem, tune.figures_in(row), None, card)
+    decision = rates.decide(problem, fitting.figures_in(row), None, card)
     costs = {route: float(f"{cost:.4g}") for route, cost in decision.costs.items()}
     return row | {"auto": decision.strategy, "costs": costs, "loss": right.get(decision.strategy)}
 

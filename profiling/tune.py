@@ -23,7 +23,7 @@ from profiling.harness import write_json
 from twell.base import files
 from twell.choose import cards
 from twell.choose.cards import Card
-from twell.commands import tune
+from twell.commands import fitting, tune
 from twell.commands.request import exit_status
 from twell.runtime import specs
 
@@ -32,7 +32,7 @@ def read(path: Path) -> dict[str, Any]:
     """The file of an earlier run; ValueError if it is another file."""
     try:
         run: dict[str, Any] = json.loads(path.read_text())
-        run["machine"], run["date"], tune.usable(run["rows"])
+        run["machine"], run["date"], fitting.usable(run["rows"])
     except cards.UNUSABLE as error:
         raise ValueError(f"expected what --out wrote in {path}, got {type(error).__name__}: {error}") from error
     return run
@@ -50,9 +50,9 @@ def card_of(runs: Sequence[dict[str, Any]]) -> Card:
         raise ValueError(f"rates are of one GPU, got rows of {card.gpu} and {', '.join(sorted(models))}")
     if any(not run.get("complete", True) for run in runs):
         raise ValueError("rates are of whole runs, got one that is not complete")
-    rows = tune.usable(row for run in runs for row in run["rows"])
-    card = tune.fitted(rows, card)
-    print(tune.report(rows, card), card.machine, sep="\n")
+    rows = fitting.usable(row for run in runs for row in run["rows"])
+    card = fitting.fitted(rows, card)
+    print(fitting.report(rows, card), card.machine, sep="\n")
     return card
 
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--portable", action="store_true", help="measure the kernels of the portable family")
     arguments = parser.parse_args(argv)
 
-    def keep(rows: list[tune.Row], card: Card, complete: bool) -> None:
+    def keep(rows: list[fitting.Row], card: Card, complete: bool) -> None:
         about = {name: getattr(card, name) for name in ("machine", "date", "family")}
         if arguments.out is not None:
             write_json(arguments.out, rows, **about, complete=complete)
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return tune.tune(arguments, tune.gpu(arguments.device), keep, write)
         runs = [read(path) for path in arguments.sources]
         card = card_of(runs)
-        last = {(tune.problem_of(row), row["pattern"]): row for run in runs for row in run["rows"]}
+        last = {(fitting.problem_of(row), row["pattern"]): row for run in runs for row in run["rows"]}
         keep(list(last.values()), card, True)
         if write is not None:
             print(f"wrote {write(card)}")

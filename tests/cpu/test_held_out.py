@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from profiling import held_out
-from twell.commands import timing, tune
+from twell.commands import fitting, timing, tune
 
 
 def test_held_out_points_are_measured(
@@ -18,7 +18,7 @@ def test_held_out_points_are_measured(
     assert not {(row["k"], row["n"]) for row in known if row["gated"]} & set(tune.SHAPES)
     sizes = [(130, 32, 264, True, False), (130, 32, 264, False, True)]
     pattern = {"nnz": 9.0, "neuron_sigma": 1.0}
-    few = [{**dict(zip(tune.SIZES, each)), "points": "old", "pattern": pattern, "seed": 0} for each in sizes]
+    few = [{**dict(zip(fitting.SIZES, each)), "points": "old", "pattern": pattern, "seed": 0} for each in sizes]
     monkeypatch.setattr(held_out, "points", lambda: few)
     monkeypatch.setattr(tune, "gpu", lambda name: timing.Device())
     monkeypatch.setattr(tune, "LEAST_SCREENED", 130)

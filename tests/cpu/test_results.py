@@ -11,7 +11,7 @@ import pytest
 from profiling import everything, readme
 from profiling import tune as shipped
 from twell.choose import cards
-from twell.commands import tune
+from twell.commands import fitting
 
 
 def test_readme_has_the_figures_of_the_results(
@@ -62,15 +62,15 @@ def test_predictions_are_near_what_was_measured(name: str, root: Path) -> None:
     if f"kernels {card.kernels[:12]}" not in found["machine"]:
         assert name == "held_out"
         pytest.skip("the points are of other kernels than the card")
-    rows, errors = tune.usable(found["rows"]), {}
+    rows, errors = fitting.usable(found["rows"]), {}
     for row in rows:
-        for route, us in tune.predicted(row, card).items():
+        for route, us in fitting.predicted(row, card).items():
             if row.us[route] <= 1.3 * min(row.us.values()):
-                errors.setdefault((tune.part_of(row.problem), route), []).append(abs(us / row.us[route] - 1))
+                errors.setdefault((fitting.part_of(row.problem), route), []).append(abs(us / row.us[route] - 1))
     for part, each in errors.items():
         median, most = (bound * (1 if name == "tuning" else 1.25) for bound in WITHIN[part])
         assert statistics.median(each) < median, part
         assert sorted(each)[int(0.9 * len(each))] < most, part
-    for part in {tune.part_of(row.problem) for row in rows}:
-        losses = [tune.loss_of(row, card) for row in rows if tune.part_of(row.problem) == part]
+    for part in {fitting.part_of(row.problem) for row in rows}:
+        losses = [fitting.loss_of(row, card) for row in rows if fitting.part_of(row.problem) == part]
         assert statistics.mean(loss for loss in losses if loss is not None) < 0.01, part

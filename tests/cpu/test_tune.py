@@ -17,7 +17,7 @@ from twell import testing
 from twell.choose import cards, rates
 from twell.choose.cards import Rates
 from twell.choose.rates import Figures, Problem
-from twell.commands import timing, tune
+from twell.commands import fitting, timing, tune
 from twell.commands.request import RequestError
 from twell.runtime import device, fingerprint, specs
 
@@ -140,29 +140,33 @@ def test_the_fit_finds_the_rates_that_made_the_times() -> None:
         for share, union, heavy in ((1 / 190, 0.08, 3.0), (1 / 60, 0.5, 1.5), (1 / 19, 0.3, 1.2)):
             figures = Figures(share * problem.n, union, heavy * share * problem.n, 1.3 * union)
             us = {route: 1e6 * time for route, time in rates.seconds(problem, figures, truth).items()}
-            rows.append(tune.Measured(problem, figures, us))
+            rows.append(fitting.Measured(problem, figures, us))
 
     def worst(card: cards.Card, part: str = "inference") -> float:
-        own = (row for row in rows if tune.part_of(row.problem) == part)
-        return max(abs(us / row.us[route] - 1) for row in own for route, us in tune.predicted(row, card).items())
+        own = (row for row in rows if fitting.part_of(row.problem) == part)
+        return max(abs(us / row.us[route] - 1) for row in own for route, us in fitting.predicted(row, card).items())
 
-    card = tune.fitted(rows, cards.SHIPPED)
+    card = fitting.fitted(rows, cards.SHIPPED)
     assert worst(cards.SHIPPED) > 0.2
     assert worst(card) < 0.03
     assert worst(card, "training") < 0.03
     # fewer rows, which pull less
     assert worst(card, "e4m3") < 0.15
     assert all(0.85 < rate / true < 1.15 for rate, true in zip(card.rates, truth.rates))
-    counts = ", ".join(f"{sum(tune.part_of(row.problem) == part for row in rows)} of {part}" for part in tune.PARTS)
-    assert re.match(rf"{len(rows)} problems, {counts}: (.|\n)* choices lose 0\.\d% on average", tune.report(rows, card))
-    inference = [row for row in rows if tune.part_of(row.problem) == "inference"]
+    counts = ", ".join(
+        f"{sum(fitting.part_of(row.problem) == part for row in rows)} of {part}" for part in fitting.PARTS
+    )
+    assert re.match(
+        rf"{len(rows)} problems, {counts}: (.|\n)* choices lose 0\.\d% on average", fitting.report(rows, card)
+    )
+    inference = [row for row in rows if fitting.part_of(row.problem) == "inference"]
     wrong = [row._replace(us={route: 3 * us for route, us in row.us.items()}) for row in inference[::10]]
-    alone = tune.fitted([*inference, *wrong], cards.SHIPPED)
+    alone = fitting.fitted([*inference, *wrong], cards.SHIPPED)
     assert worst(alone) < 0.05
     assert (alone.float8, alone.rates.step_flop) == (cards.SHIPPED.float8, cards.SHIPPED.rates.step_flop)
 
 
-ROW = {**dict(zip(tune.SIZES, (64, 2048, 5632, True, False))), "pattern": "topic", "nonzeros": 29.0, "red": {}}
+ROW = {**dict(zip(fitting.SIZES, (64, 2048, 5632, True, False))), "pattern": "topic", "nonzeros": 29.0, "red": {}}
 
 
 @pytest.mark.parametrize(
@@ -178,9 +182,9 @@ def test_the_fit_refuses_rows_that_nothing_measured(entries: dict[str, Any], sai
     row = ROW | {"dense_ms": 2.0, "row_ms": 1.0}
     red = ROW | {"dense_ms": 2.0, "m": 65, "red": {"row": "differs"}}
     # the last row of a problem counts, and none without a second time
-    assert [each.us for each in tune.usable([row, row | {"row_ms": 3.0}, red])] == [{"dense": 2000, "row": 3000}]
+    assert [each.us for each in fitting.usable([row, row | {"row_ms": 3.0}, red])] == [{"dense": 2000, "row": 3000}]
     with pytest.raises(ValueError, match=re.escape(said)):
-        tune.usable([row | entries])
+        fitting.usable([row | entries])
 
 
 # The command

@@ -3,9 +3,7 @@
 A step is a synthetic layer with a number of tokens, measured with several ``PATTERNS``. The sparse routes are checked
 against "dense" and replayed in turn with it (``twell.commands.timing``). "dense" is captured once per step, since its
 time does not depend on the pattern, and replayed with each, since clocks drift.
-
-``fitted`` minimises errors of logarithms of times, with less weight on slow routes, and what choices are expected to
-lose, and pulls rates to those of the card in use, which decide what was not measured.
+``twell.commands.fitting`` fits the rates.
 """
 
 import argparse
@@ -24,9 +22,10 @@ from torch import Tensor
 
 from twell import testing
 from twell.choose import cards, rates
-from twell.choose.cards import Card, Rates
+from twell.choose.cards import Card
 from twell.choose.rates import Figures, Problem
-from twell.commands import timing
+from twell.commands import fitting, timing
+from twell.commands.fitting import Row
 from twell.commands.request import RequestError, number_above, pick_device
 from twell.ops import screened
 from twell.runtime import cache, fingerprint, geometry
@@ -41,7 +40,6 @@ nothing is written: the last line then says "incomplete", and the exit status is
 """
 
 Shape = tuple[int, int]
-Row = dict[str, Any]
 
 SHAPES: tuple[Shape, ...] = (
     *((896, 4864), (2048, 5632), (3072, 9216), (1024, 2816)),
@@ -65,7 +63,6 @@ KINDS: dict[str, tuple[tuple[Shape, ...], tuple[int, ...]]] = {
     ),
     "non-gated training": (((2048, 8192), (2048, 5632)), (256, 1024, 4096, 12288)),
 }
-SIZES = ("m", "k", "n", "gated", "training")
 
 _UNEVEN: dict[str, Any] = {"neuron_sigma": 1.0, "token_sigma": 0.5}
 # few tokens have many times the mean
@@ -219,13 +216,9 @@ def row_of(
     recordings = {route: layer.record(route) for route in routes if route not in red}
     times = times_of({**recordings, "dense": dense or layer.record("dense")}, seconds)
     numbers = figures._asdict() | {f"{route}_ms": statistics.median(each) for route, each in times.items()}
-    sizes = dict(zip(SIZES, layer.problem)) | ({"float8": True} if layer.problem.float8 else {})
+    sizes = dict(zip(fitting.SIZES, layer.problem)) | ({"float8": True} if layer.problem.float8 else {})
     rounded = {name: number if number is None else float(f"{number:.4g}") for name, number in numbers.items()}
     return {**sizes, "pattern": pattern, **rounded, "red": red}
-
-
-def ms_of(row: Row) -> dict[str, float]:
-    return {route: row[f"{route}_ms"] for route in rates.ROUTES if row.get(f"{route}_ms") is not None}
 
 
 class Step(NamedTuple):
@@ -298,146 +291,9 @@ def _summary(rows: Sequence[Row]) -> str:
     for row in rows:
         for route, reason in row["red"].items():
             return f"RED {row['pattern']} {route} {reason}"
-    times = [ms_of(row) for row in rows]
+    times = [fitting.ms_of(row) for row in rows]
     over = {route: [ms[route] / ms["dense"] for ms in times if route in ms] for route in rates.ROUTES[1:]}
     return ", ".join(f"{route} {min(each):.2f} to {max(each):.2f}" for route, each in over.items() if each)
-
-
-PARTS = ("inference", "training", "e4m3")
-_STEP = tuple(name for name in Rates._fields if name.startswith("step_"))
-_OTHERS = tuple(name for name in Rates._fields if name not in _STEP)
-# By part, what of a card is fitted to its rows. Steps have the gate and the screen of inference.
-_FITTED = {"inference": ("rates", _OTHERS), "training": ("rates", _STEP), "e4m3": ("float8", _OTHERS)}
-# Errors of logarithms beyond this count less than squared. A choice is soft between times as near as the temperature.
-_SCALE, _TEMPERATURE = 0.05, 0.03
-# The weights of what choices lose, and of the logarithm of what a rate changes by.
-_LOSS, _PULL = 0.5, 0.2
-_ROUNDS = 20
-
-
-class Measured(NamedTuple):
-    """A problem and its times in us by route."""
-
-    problem: Problem
-    figures: Figures
-    us: dict[str, float]
-
-
-def part_of(problem: Problem) -> str:
-    return "e4m3" if problem.float8 else "training" if problem.training else "inference"
-
-
-def problem_of(row: Row) -> Problem:
-    return Problem(**{name: row[name] for name in SIZES}, merged="float8" in row, float8="float8" in row)
-
-
-def figures_in(row: Row) -> Figures:
-    return Figures(*(row.get(name) for name in Figures._fields)).checked()  # type: ignore[arg-type]
-
-
-def usable(rows: Iterable[Row]) -> list[Measured]:
-    """The rows with times of two routes, the last one for each problem and pattern. ValueError for wrong ones."""
-    found = {}
-    for row in rows:
-        problem, us = problem_of(row), {route: 1e3 * ms for route, ms in ms_of(row).items()}
-        if not all(type(size) is int and size > 0 for size in problem[:3]):
-            raise ValueError(f"m, k and n must be positive integers, got {list(problem[:3])}")
-        if not all(0 < time < math.inf for time in us.values()):
-            raise ValueError(f"times must be positive, got {us}")
-        if problem.float8:
-            # servers, of which the time is, keep a dense weight as products read it
-            us["dense"] += rates.copies_us(problem)
-        if len(us) > 1:
-            found[problem, str(row["pattern"])] = Measured(problem, figures_in(row), us)
-    return list(found.values())
-
-
-def predicted(measured: Measured, card: Card) -> dict[str, float]:
-    """us of the routes that were measured."""
-    found = rates.seconds(measured.problem, measured.figures, card)
-    return {route: 1e6 * found[route] for route in measured.us if route in found}
-
-
-def fitted(rows: Sequence[Measured], card: Card) -> Card:
-    """The card with rates fitted to the rows, for the parts that have some."""
-    for part, (field, names) in _FITTED.items():
-        own = [each for each in rows if part_of(each.problem) == part]
-        if own:
-            card = _with(card, field, _fit(own, card, field, names))
-    return card
-
-
-def _with(card: Card, field: str, fit: Rates) -> Card:
-    changed: dict[str, Any] = {field: fit}
-    return dataclasses.replace(card, **changed)
-
-
-def _fit(rows: Sequence[Measured], card: Card, field: str, names: Sequence[str]) -> Rates:
-    """By the method of Levenberg and Marquardt, in logarithms of the named rates."""
-    start: Rates = getattr(card, field) or card.rates
-    origin = _vector(math.log(getattr(start, name)) for name in names)
-
-    def at(place: Tensor) -> Rates:
-        return start._replace(**dict(zip(names, place.exp().tolist())))
-
-    def residuals(place: Tensor) -> Tensor:
-        trial = _with(card, field, at(place))
-        found = itertools.chain.from_iterable(_residuals(each, trial) for each in rows)
-        return torch.cat((_vector(found), _PULL * (place - origin)))
-
-    place, damping, nudge = origin, 1e-2, 1e-4
-    now = residuals(place)
-    for _ in range(_ROUNDS):
-        moved = place + nudge * torch.eye(len(names), dtype=torch.float64, device="cpu")
-        slopes = torch.stack([(residuals(each) - now) / nudge for each in moved], 1)
-        normal, down = slopes.T @ slopes, -(slopes.T @ now)
-        for _ in range(8):
-            step = torch.linalg.solve(normal + damping * torch.diag(torch.diag(normal)), down).clamp(-1, 1)
-            after = residuals(place + step)
-            if after @ after < now @ now:
-                break
-            damping *= 4
-        else:
-            break
-        gain = 1 - float(after @ after) / float(now @ now)
-        place, now, damping = place + step, after, damping / 3
-        if gain < 1e-4:
-            break
-    return at(place)
-
-
-def _residuals(measured: Measured, card: Card) -> Iterator[float]:
-    us, found = measured.us, predicted(measured, card)
-    best, least = min(us.values()), min(found.values())
-    for route, guess in found.items():
-        # a time that is many times slower need not be exact
-        error = math.log(guess / us[route]) * best / us[route]
-        yield math.copysign(_SCALE * math.sqrt(2 * (math.hypot(1, error / _SCALE) - 1)), error)
-    chances = {route: (least / guess) ** (1 / _TEMPERATURE) for route, guess in found.items()}
-    loss = sum(chances[route] * (us[route] / best - 1) for route in found) / sum(chances.values())
-    yield _LOSS * math.sqrt(loss + 1e-12)
-
-
-def _vector(values: Iterable[float]) -> Tensor:
-    return torch.tensor(list(values), dtype=torch.float64, device="cpu")
-
-
-def loss_of(measured: Measured, card: Card) -> float | None:
-    """What the choice loses to the fastest measured route; None if it was not measured."""
-    choice = rates.decide(measured.problem, measured.figures, None, card).strategy
-    return measured.us[choice] / min(measured.us.values()) - 1 if choice in measured.us else None
-
-
-def report(rows: Sequence[Measured], card: Card) -> str:
-    """The errors of the card's predictions, and the loss of its choices."""
-    if not rows:
-        return "nothing to fit"
-    errors = [abs(guess / each.us[route] - 1) for each in rows for route, guess in predicted(each, card).items()]
-    losses = [loss for each in rows if (loss := loss_of(each, card)) is not None]
-    counts = ", ".join(f"{sum(part_of(each.problem) == part for each in rows)} of {part}" for part in PARTS)
-    times = f"{len(errors)} times are predicted within {statistics.median(errors):.1%} in the median"
-    choices = f"{len(losses)} choices lose {statistics.mean(losses):.1%} on average to the fastest route"
-    return f"{len(rows)} problems, {counts}: {times}\n{choices}, {max(losses):.0%} at most"
 
 
 def now() -> str:
@@ -506,10 +362,10 @@ def tune(
         enough = max(LONG_S, 2 * arguments.budget_s)
         print(f"incomplete: {done} of {len(steps)} steps; run again with --budget-s {enough:g}; no rates are written")
         return 1
-    whole = usable(rows)
-    card = fitted(whole, card)
-    print(report(whole, card), card.machine, sep="\n")
-    lacking = {part_of(step.problem) for step in steps} - {part_of(each.problem) for each in whole}
+    whole = fitting.usable(rows)
+    card = fitting.fitted(whole, card)
+    print(fitting.report(whole, card), card.machine, sep="\n")
+    lacking = {fitting.part_of(step.problem) for step in steps} - {fitting.part_of(each.problem) for each in whole}
     if lacking:
         print(f"no rates are written: no route has right times of {', '.join(sorted(lacking))}")
     elif write is not None:
