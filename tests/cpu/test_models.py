@@ -1,6 +1,7 @@
 """What ``sparsify`` makes of tiny random models of each architecture, and that the page on models says so."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from tests.cpu.architectures import ARCHITECTURES, Architecture
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: E402
+
 from twell.integrations.sparsify import layers  # noqa: E402
-from twell.integrations.transformers import sparsify  # noqa: E402
+from twell.integrations.transformers import load, sparsify  # noqa: E402
 
 
 def build(each: Architecture, fields: dict[str, Any], device: str = "cpu") -> Any:
@@ -48,7 +51,7 @@ def given_to(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("each", ARCHITECTURES, ids=lambda each: each.models)
-def test_an_architecture_is_taken_or_refused_as_the_page_says(each: Architecture) -> None:
+def test_an_architecture_is_taken_or_refused_as_the_page_says(each: Architecture, tmp_path: Path) -> None:
     if each.refusal:
         refused = build(each, each.fields, "meta")
         with pytest.raises(ValueError, match=each.refusal):
@@ -81,6 +84,9 @@ def test_an_architecture_is_taken_or_refused_as_the_page_says(each: Architecture
         assert (at.k, at.n, at.gated, at.tokens) == (other.k, other.n, other.gated, other.tokens), name
         assert at.mean == pytest.approx(other.mean, abs=0.1), name
     results: list[Tensor] = [m(**given_to(m))[0] for m in (ours, dense)]
+    if type(dense) is MODEL_FOR_CAUSAL_LM_MAPPING.get(type(dense.config), None):
+        dense.save_pretrained(tmp_path)
+        torch.testing.assert_close(load(tmp_path).eval()(**given_to(dense))[0], results[1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
     for y in results:
         y.square().sum().backward()

@@ -526,7 +526,7 @@ def test_a_missed_target_is_a_warning(nnz: int, tmp_path: Path, caplog: pytest.L
     look = AfterSteps(lambda _: fired.append(own.target.read()["non_zeros"]))  # type: ignore[union-attr]
     args = arguments(tmp_path, max_steps=2, logging_strategy="no")
     Trainer(model, args, train_dataset=sequences(4), callbacks=[own, look]).train()
-    assert f"training ended with {fired[-1]:.4g} non-zeros per token, where nnz is {nnz}" in caplog.text
+    assert f"ended with {fired[-1]:.4g} non-zeros per token in its last step, where nnz is {nnz}" in caplog.text
     caplog.clear()
     own = callback(coefficient=None, nnz=fired[-1])
     Trainer(model, args, train_dataset=sequences(4), callbacks=[own, look]).train()

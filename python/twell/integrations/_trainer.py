@@ -200,7 +200,9 @@ class SparsityCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
             if not self.nnz / _MISSED <= fired <= self.nnz * _MISSED:
                 advice = _TOO_MANY if fired > self.nnz else _TOO_FEW
                 logger.warning(
-                    "training ended with %.4g non-zeros per token, where nnz is %g. %s", fired, self.nnz, advice
+                    "training ended with %.4g non-zeros per token in its last step, where nnz is %g. %s. Steps of few "
+                    "tokens scatter: twell.analyze counts more",
+                    *(fired, self.nnz, advice),
                 )
         self._detach()
 

@@ -154,7 +154,8 @@ def load(model: str | Path, *, strategy: Strategy | None = None, compression: in
     the configuration. Raises as ``from_pretrained`` and ``sparsify``; FileNotFoundError for a folder that neither
     exists nor is on the Hub; ValueError for a "fatrelu" without a threshold, for layers of a sparse class that have no
     gate or square down weights, for a record of other layers than the model has, for a compacted layer with other
-    neurons than its mask, and for files without weights of the body or with scales that transformers leaves out.
+    neurons than its mask, and for files without weights of the body, with another head, or with scales that
+    transformers leaves out.
     """
     if not Path(model).exists() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(model)):
         raise FileNotFoundError(
@@ -282,7 +283,10 @@ def open_saved(model: str | Path, dequantize: bool = False, **options: Any) -> O
         config.quantization_config = stored | {"dequantize": True}
     options |= {"config": config, "output_loading_info": True}
     found: dict[str, Compaction] = {}
-    reader: Any = causal and type(causal.__name__, (_Reader, causal), {"_found": found})
+    # transformers converts names, and fills buffers, of its own modules' classes alone
+    reader: Any = causal and type(
+        causal.__name__, (_Reader, causal), {"_found": found, "__module__": causal.__module__}
+    )
     loaded, about = (reader or AutoModelForCausalLM).from_pretrained(model, **options)
     if causal is not None:
         loaded.__class__ = causal
@@ -356,11 +360,12 @@ def _rows(model: Any, stored: dict[str, Tensor]) -> list[str]:
 
 
 def require_read(model: Any, about: dict[str, Any]) -> None:
-    """Raise ValueError if ``from_pretrained`` has left out weights of the body, or scales."""
+    """Raise ValueError if ``from_pretrained`` has left out weights of the body, another head, or scales."""
     if lost := [name for name in about["missing_keys"] if name.endswith(_SCALES)]:
         raise ValueError(f"each weight in e4m3 must have its scales, got none for {min(lost)}")
-    # transformers draws missing weights; a head may be new
-    if lost := [name for name in about["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")]:
+    # transformers draws missing weights; a head may be new where files have no other
+    lost = [name for name in about["missing_keys"] if name.startswith(f"{model.base_model_prefix}.")]
+    if lost := lost or (about["unexpected_keys"] and list(about["missing_keys"])):
         raise ValueError(f"files must have all weights, got none for {', '.join(sorted(lost)[:3])}")
     left = [name for name in about["unexpected_keys"] if name.endswith(_SCALES)]
     if left:
