@@ -36,7 +36,7 @@ class SparseAutoencoder(nn.Module):
     """``a W_dec + b_dec`` for x [..., d_in], of the codes ``a = activation((x - b_dec) W_enc + b_enc)`` [..., d_sae].
 
     Parameters, with the names and shapes of SAELens: ``W_enc`` [d_in, d_sae], ``W_dec`` [d_sae, d_in], ``b_enc``
-    [d_sae], ``b_dec`` [d_in]; with ``skip`` also ``W_skip`` [d_in, d_in], whose product with x is added to y. Rows of
+    [d_sae], ``b_dec`` [d_in]; with ``skip`` also ``W_skip`` [d_in, d_in]: y gets x W_skip^T. Rows of
     ``W_dec`` begin with norm 1 and random directions, ``W_enc`` as its transpose, a view of [d_sae, d_in] rows, which
     the kernels read in place; safetensors wants it ``.contiguous()``.
 
