@@ -536,9 +536,10 @@ def test_padding_is_left_out_however_the_mask_is_given() -> None:
     for batch in ((ids, mask), {"ids": ids, "attention_mask": mask}):
         model = Masked()
         assert twell.analyze(model, [batch]).layers[0].tokens == 88
+        assert twell.analyze(torch.compile(model, backend="eager"), [batch]).layers[0].tokens == 88
         assert model.training
         # what a merged adapter undid, it does again
-        assert model.changes == [False, True]
+        assert model.changes[:2] == [False, True]
     with pytest.raises(ValueError, match=r"sequences first, got \[64, 4\] tokens for a mask of \[4, 64\]"):
         twell.analyze(Masked(swapped=True), [(ids, mask)])
     with pytest.raises(ValueError, match="must be called with tokens, got none"):

@@ -127,6 +127,15 @@ def test_static_scales_of_layers() -> None:
     assert layer.input_scale.tolist() == [0.25]
 
 
+def test_a_hook_that_does_not_run_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    made = twell.quantize_(model())
+    right = made(X)
+    assert not caplog.text
+    made[0].down_proj.register_forward_hook(lambda module, given, y: 2 * y)
+    assert_same(made(X), right)
+    assert "hooks on projections in e4m3 do not run" in caplog.text
+
+
 def test_a_quantised_layer_keeps_its_dtypes() -> None:
     made = twell.quantize_(model())
     right = made(X)

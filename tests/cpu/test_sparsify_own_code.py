@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from ffns import BF16, Block, CastLinear, Fused, Gated, K, N, Plain, Wi, pickled, take, tokens
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import twell
 from twell.integrations.sparsify import layers
@@ -127,6 +128,23 @@ def test_a_forward_of_the_projections_that_is_replaced_later_is_called() -> None
     torch.testing.assert_close(m(tokens()), before)
     m[0].down_proj.__class__ = Half  # type: ignore[assignment]
     torch.testing.assert_close(m(tokens(BF16)), 2 * before.bfloat16(), rtol=0.1, atol=0.1)
+
+
+class Noise(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + 0.1 * torch.randn_like(weight)
+
+
+@pytest.mark.parametrize("form", ["gated", "plain", "fused"])
+def test_a_parametrization_that_draws_is_read_once(form: str) -> None:
+    dense = nn.Sequential(CASTING[form]())
+    results = []
+    for m in (dense, take(copy.deepcopy(dense), strategy="union")):
+        for linear in [each for each in m.modules() if isinstance(each, nn.Linear)]:
+            parametrize.register_parametrization(linear, "weight", Noise())
+        torch.manual_seed(1)
+        results.append((m(tokens()), torch.rand(1)))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("share", [False, True])

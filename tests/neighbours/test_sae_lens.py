@@ -62,5 +62,13 @@ def test_conversions(name: str) -> None:
     torch.testing.assert_close(back(x), ours(x), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="must normalise and reshape no activations"):
         twell_sae.from_sae_lens(case("standard", normalize_activations="layer_norm"))
+    hooked = case("standard")
+    hooked.use_error_term = True
+    with pytest.raises(ValueError, match="must have no hooks and no error term"):
+        twell_sae.from_sae_lens(hooked)
+    hooked.use_error_term = False
+    hooked.hook_sae_acts_post.add_hook(lambda a, hook: 2 * a)
+    with pytest.raises(ValueError, match="must have no hooks and no error term"):
+        twell_sae.from_sae_lens(hooked)
     with pytest.raises(TypeError, match=r"sae must be exactly one of SAELens' StandardSAE, .*, got GatedSAE"):
         twell_sae.from_sae_lens(gated())

@@ -99,10 +99,12 @@ def of_torch(thing: Any) -> bool:
 
 
 def _replaced(child: nn.Module) -> bool:
-    """Whether ``child`` has a ``forward`` set on the instance; compiled graphs notice a later one, too."""
-    if not modes.compiling():
-        return "forward" in vars(child)
+    """Whether ``child`` has another ``forward`` set on the instance; compiled graphs notice a later one, too."""
     # Dynamo guards on the attribute's value, not on an absent key
-    forward: Any = child.forward
-    own = isinstance(forward, types.MethodType) and forward.__func__ is type(child).forward
-    return not (own and forward.__self__ is child)
+    return (modes.compiling() or "forward" in vars(child)) and not is_own(child, child.forward)
+
+
+def is_own(module: nn.Module, forward: Any) -> bool:
+    """Whether ``forward`` is that of the module's class: accelerate leaves it on the instance."""
+    own = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
+    return own and forward.__self__ is module

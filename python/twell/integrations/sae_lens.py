@@ -43,7 +43,8 @@ def from_sae_lens(sae: SAE[Any], strategy: Strategy | AutoStrategy = "auto") -> 
 
     It computes what ``sae`` does. Norms of ``rescale_acts_by_decoder_norm`` are folded, and BatchTopK in ``eval`` mode
     uses its moving threshold, as SAELens' saved ones do. Raises TypeError for another class, a subclass of the user's
-    included, and ValueError for ``normalize_activations`` in the passes, for "hook_z" and for another ``d_out``.
+    included, and ValueError for ``normalize_activations`` in the passes, for "hook_z", another ``d_out``, hooks and an
+    error term.
     """
     if type(sae) not in _CLASSES:
         names = ", ".join(each.__name__ for each in _CLASSES)
@@ -52,6 +53,9 @@ def from_sae_lens(sae: SAE[Any], strategy: Strategy | AutoStrategy = "auto") -> 
     if cfg.normalize_activations in ("constant_norm_rescale", "layer_norm") or cfg.reshape_activations != "none":
         got = f'"{cfg.normalize_activations}" and "{cfg.reshape_activations}"'
         raise ValueError(f"sae must normalise and reshape no activations, got {got}")
+    hooked = any(each._forward_hooks or each._backward_hooks for each in sae.modules())
+    if hooked or getattr(sae, "use_error_term", False):
+        raise ValueError("sae must have no hooks and no error term: call reset_hooks(), set use_error_term = False")
     if sae.W_dec.shape[1] != cfg.d_in:
         raise ValueError(f"sae must have d_out = d_in = {cfg.d_in}, as the kernels do, got {sae.W_dec.shape[1]}")
     tensors = dict(sae.state_dict())

@@ -151,9 +151,11 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
         return self._pre_activations(x)[0]
 
     def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
-        mains = super()._main_grads(**{name: self._applied(name)[0] for name in self._names})
-        if mains is None:
+        # weights are read once, as a parametrization may draw
+        if not self._accumulate_main_grad:
             return None
+        mains = super()._main_grads(**{name: self._applied(name)[0] for name in self._names})
+        assert mains is not None
         fused, down = mains
         return [*((None, None) if fused is None else self._ordered(fused.chunk(2))), down]
 

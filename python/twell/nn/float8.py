@@ -23,6 +23,7 @@ from twell.nn.settings import Configured, setting
 from twell.ops.calls import How
 from twell.ops.float8 import E4M3, Float8, checked
 from twell.runtime import modes
+from twell.runtime.log import warn_once
 
 
 class Float8Projection(nn.Module):
@@ -188,6 +189,8 @@ class Float8MLP(Configured):
             got = f"training mode with {self.dropped}"
             raise NotImplementedError(f"layers in e4m3 are for inference and drop no values, got {got}: call eval()")
         children = [getattr(self, name) for name in self._names]
+        if any(child._forward_hooks or child._forward_pre_hooks for child in children):
+            warn_once("hooks on projections in e4m3 do not run: the layer reads their weights; hook the layer")
         records: list[Any] = [child.record() for child in children]
         biases: list[Any] = [child.bias for child in children]
         function: Any = functional.sparse_gated_ffn

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from twell.base.activation import RELU, Activation, activation_of
-from twell.call.plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, only_moves, runs_its_class
+from twell.call.plain import HOOKS, HOOKS_OF_ALL, behaves, calls_are_torchs, cast, is_own, only_moves, runs_its_class
 from twell.nn.layers import SparseFFN, SparseMLP
 from twell.nn.projections import Projection
 from twell.runtime import modes
@@ -220,7 +220,8 @@ class PairDown(nn.Module):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """x: deferred, for the pair as a whole, or the hidden state. Hooks of others see a hidden state."""
         own = vars(self).get("forward")
-        if not (own is None or "_hf_hook" in vars(self) or hasattr(own, "_torchdynamo_orig_callable")):
+        known = own is None or "_hf_hook" in vars(self) or hasattr(own, "_torchdynamo_orig_callable")
+        if not (known or is_own(self, own)):
             got = "one set on the instance: use hooks, or leave the block out by filter_fn"
             raise NotImplementedError(f"fc2 of a twell pair must keep its forward, got {got}")
         if type(x) is Deferred:

@@ -19,6 +19,7 @@ from twell.nn.converted import made_by
 from twell.nn.float8 import Float8MLP
 from twell.nn.layers import SparseGatedMLP
 from twell.ops.float8 import product, quantize_tokens
+from twell.runtime.log import warn_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,9 +231,12 @@ def observe(
 
 
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by the names that ``forward`` gives them."""
+    """The arguments of a call by the names that ``forward`` gives them, of a compiled model that of the model."""
     try:
-        return dict(inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments) | kwargs
+        signature = inspect.signature(getattr(model, "_orig_mod", model).forward)
+        if len(args) > 1 and any(each.kind is each.VAR_POSITIONAL for each in signature.parameters.values()):
+            warn_once("analyze: forward takes *args, so a mask of padding counts only where a batch is a dict")
+        return dict(signature.bind_partial(*args, **kwargs).arguments) | kwargs
     except (TypeError, ValueError):
         # the call itself says what is wrong
         return kwargs
