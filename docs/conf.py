@@ -17,7 +17,7 @@ release = version = twell.__version__
 copyright = author
 html_title = f"twell {release}"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "twell_pages"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "twell_pages"]
 
 # every heading can be linked to
 myst_heading_anchors = 4

@@ -1,18 +1,14 @@
 """Sphinx extension of these pages: docstrings become reStructuredText, pictures follow the reader's theme.
 
 The project's docstrings are plain English. Their markup is double backquotes, ``::`` before a literal block, lists,
-tables and ``Args:``. A bar, an asterisk or a trailing underscore means itself. Fields of a class and arguments are
-described as ``name: text``; short ones share a paragraph.
+tables and ``Args:``, which napoleon reads. A bar, an asterisk or a trailing underscore means itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import inspect
 import itertools
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,75 +53,24 @@ def plain(line: str) -> str:
     return "".join(map(part, _LITERAL.split(line)))
 
 
-def described(text: str, names: Iterable[str]) -> list[str]:
-    """Split a paragraph of ``name: text`` into a list, one item per name. Another paragraph stays as it is."""
-    one = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
-    label = re.compile(rf"(?:(?<=\A)|(?<=[.;] ))((?:{one})(?:, (?:{one}))*):[ \n]")
-    pieces = label.split(text)
-    if not one or len(pieces) < 3 or pieces[0]:
-        return [plain(text)]
-    items = []
-    for labels, rest in zip(pieces[1::2], pieces[2::2]):
-        bold = ", ".join(f"**{label}**" for label in labels.split(", "))
-        items += [f"* {bold}: {plain(rest.strip())}", ""]
-    return items
-
-
-def rst(lines: list[str], names: Iterable[str]) -> list[str]:
-    """Convert the lines of a docstring to reStructuredText. ``names`` are its arguments or fields."""
-    names = tuple(names)
+def rst(lines: list[str]) -> list[str]:
+    """Escape what is no markup, and link names, except in literal blocks and tables."""
     out: list[str] = []
-    for block in blocks(lines):
-        first, indented = block[0].strip(), block[0].startswith(" ")
+    for _, found in itertools.groupby(lines, lambda line: bool(line.strip())):
+        block = list(found)
         before = next((line for line in reversed(out) if line.strip()), "")
-        if block[0].startswith("Args:"):
-            out += [":Arguments:", ""]
-            for item in items(block[1:]):
-                out += ["    " + line for line in described(item, names)] + [""]
-        elif _RULE.match(first) or (indented and (before.rstrip().endswith("::") or before.startswith(" "))):
-            # what follows "::" is literal
-            out += block
-        elif not indented and any(re.match(rf"{re.escape(name)}[:,]", first) for name in names):
-            for item in items(block):
-                out += described(item, names)
-        else:
-            out += [plain(line) for line in block]
-        out.append("")
+        literal = (block[0].startswith(" ") and before.startswith(" ")) or before.endswith("::")
+        out += block if literal or _RULE.match(block[0].strip()) else map(plain, block)
     return out
-
-
-def blocks(lines: list[str]) -> list[list[str]]:
-    """Split lines into paragraphs."""
-    return [list(block) for filled, block in itertools.groupby(lines, lambda line: bool(line.strip())) if filled]
-
-
-def items(lines: list[str]) -> list[str]:
-    """Join each line of the least indentation with the lines indented under it."""
-    least = min(len(line) - len(line.lstrip()) for line in lines)
-    found: list[str] = []
-    for line in lines:
-        if line[least] != " " or not found:
-            found.append(line.strip())
-        else:
-            found[-1] += " " + line.strip()
-    return found
-
-
-def arguments(thing: Any) -> list[str]:
-    """Names that a docstring may describe: parameters of a function, fields of a class."""
-    found: list[str] = []
-    with contextlib.suppress(TypeError, ValueError):
-        found += inspect.signature(thing).parameters
-    return found + [name for name in getattr(thing, "__annotations__", {}) if not name.startswith("_")]
 
 
 def rewrite(app: Sphinx, what: str, name: str, thing: Any, options: object, lines: list[str]) -> None:
     if isinstance(thing, torch._ops.OpOverload):
         # its schema is below the docstring, which is a file's
-        lines[:] = [*rst(lines[:-2], ()), "::", "", f"    {thing._schema}", ""]
+        lines[:] = [*rst(lines[:-2]), "::", "", f"    {thing._schema}", ""]
     else:
         # a value would show the docstring of its type
-        lines[:] = [] if what == "data" else rst(lines, arguments(thing))
+        lines[:] = [] if what == "data" else rst(lines)
 
 
 def skip(app: Sphinx, what: str, name: str, thing: Any, skipped: bool, options: object) -> bool | None:
@@ -156,7 +101,8 @@ def read_page(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("autodoc-process-docstring", rewrite)
+    # before napoleon reads "Args:"
+    app.connect("autodoc-process-docstring", rewrite, priority=400)
     app.connect("autodoc-skip-member", skip)
     app.connect("source-read", read_page)
     return {"version": twell.__version__, "parallel_read_safe": True}

@@ -40,7 +40,7 @@ class PackedTwell:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values: bfloat16 or float16."""
+        """The dtype of the values, bfloat16 or float16."""
         return self.spill.dtype
 
     def nnz(self) -> Tensor:

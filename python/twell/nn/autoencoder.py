@@ -142,7 +142,7 @@ class SparseAutoencoder(nn.Module):
 
     @property
     def invariant(self) -> bool:
-        """Always False: thresholds and choices that depend on a batch have no invariant kernels."""
+        """Always False, as thresholds and choices that depend on a batch have no invariant kernels."""
         return False
 
     @invariant.setter

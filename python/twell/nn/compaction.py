@@ -44,7 +44,7 @@ class Firing:
 
     @property
     def counts(self) -> Tensor:
-        """int64 [N]: the tokens for which a neuron's gate was not zero."""
+        """The tokens for which the gate of each neuron was not zero, int64 [N]."""
         return self.totals[:-1]
 
     @property
