@@ -105,6 +105,12 @@ def _static(scale: Tensor) -> Tensor:
     return made
 
 
+# as a trace begins
+@modes.constant
+def _tell_of_hooks() -> None:
+    warn_once("hooks on projections in e4m3 do not run: the layer reads their weights; hook the layer")
+
+
 class Float8MLP(Configured):
     """``twell.sparse_gated_ffn`` of e4m3 weights on bfloat16 x [..., hidden], or ``twell.sparse_ffn`` without a gate.
 
@@ -190,7 +196,7 @@ class Float8MLP(Configured):
             raise NotImplementedError(f"layers in e4m3 are for inference and drop no values, got {got}: call eval()")
         children = [getattr(self, name) for name in self._names]
         if any(child._forward_hooks or child._forward_pre_hooks for child in children):
-            warn_once("hooks on projections in e4m3 do not run: the layer reads their weights; hook the layer")
+            _tell_of_hooks()
         records: list[Any] = [child.record() for child in children]
         biases: list[Any] = [child.bias for child in children]
         function: Any = functional.sparse_gated_ffn
