@@ -530,7 +530,7 @@ class Masked(nn.Module):
         return self.mlp(x.transpose(0, 1) if self.swapped else x)
 
 
-def test_padding_is_left_out_however_the_mask_is_given() -> None:
+def test_padding_is_left_out_however_the_mask_is_given(caplog: pytest.LogCaptureFixture) -> None:
     ids, mask = torch.ones(4, 64, dtype=torch.long), torch.ones(4, 64, dtype=torch.long)
     mask[1:, 8:] = 0
     for batch in ((ids, mask), {"ids": ids, "attention_mask": mask}):
@@ -540,6 +540,13 @@ def test_padding_is_left_out_however_the_mask_is_given() -> None:
         assert model.training
         # what a merged adapter undid, it does again
         assert model.changes[:2] == [False, True]
+
+    class Wrapper(Masked):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return super().forward(*args)
+
+    twell.analyze(Wrapper(), [(ids, mask)])
+    assert "a mask of padding counts only where a batch is a dict" in caplog.text
     with pytest.raises(ValueError, match=r"sequences first, got \[64, 4\] tokens for a mask of \[4, 64\]"):
         twell.analyze(Masked(swapped=True), [(ids, mask)])
     with pytest.raises(ValueError, match="must be called with tokens, got none"):

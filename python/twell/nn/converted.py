@@ -150,13 +150,8 @@ class FusedGatedMLP(_Renamed, SparseGatedMLP):
     def _gate(self, x: Tensor) -> Any:
         return self._pre_activations(x)[0]
 
-    def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
-        # weights are read once, as a parametrization may draw
-        if not self._accumulate_main_grad:
-            return None
-        mains = super()._main_grads(**{name: self._applied(name)[0] for name in self._names})
-        assert mains is not None
-        fused, down = mains
+    def _main_grads(self, **weights: Tensor) -> list[Tensor | None]:
+        fused, down = super()._main_grads(**{name: self._applied(name)[0] for name in self._names})
         return [*((None, None) if fused is None else self._ordered(fused.chunk(2))), down]
 
     def _owners(self, *weights: Tensor) -> tuple[Tensor, ...]:

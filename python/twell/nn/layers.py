@@ -243,9 +243,10 @@ class SparseFFN(Configured):
     def _sparse(self, x: Tensor, with_aux: bool, how: How) -> Any:
         found = list(self._operands())
         weights, biases = [weight for weight, _ in found], [bias for _, bias in found]
-        mains = self._main_grads(**dict(zip(GATED if self._gated else PLAIN, weights)))
+        mains: list[Tensor | None] | None = None
         given: list[Any] = list(weights)
         if self._accumulate_main_grad:
+            mains = self._main_grads(**dict(zip(GATED if self._gated else PLAIN, weights)))
             # backward adds to their mains, and such as tell the parameters so that want to know
             given = list(map(autograd.announced, weights, self._owners(*weights)))
         extra = execution.NOTHING
@@ -371,10 +372,8 @@ class SparseFFN(Configured):
             return parameters["weight"], parameters["bias"]
         return child.weight, child.bias
 
-    def _main_grads(self, **weights: Tensor) -> list[Tensor | None] | None:
-        """``weight.main_grad`` of each projection whose weight requires grad; None unless ``accumulate_main_grad``."""
-        if not self._accumulate_main_grad:
-            return None
+    def _main_grads(self, **weights: Tensor) -> list[Tensor | None]:
+        """``weight.main_grad`` of each projection whose weight requires grad."""
         mains = {name: getattr(t, "main_grad", None) if t.requires_grad else None for name, t in weights.items()}
         for name, weight in weights.items():
             if mains[name] is None and weight.requires_grad:
