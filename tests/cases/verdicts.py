@@ -193,13 +193,15 @@ def run_on_side_stream(call: Callable[[], Outputs], operands: Operands) -> Outpu
     right = x.detach().clone()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        x.fill_(math.nan)
-        torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
-        x.copy_(right)
-        outputs = call()
-    torch.cuda.current_stream().wait_stream(stream)
-    return outputs
+    try:
+        with torch.cuda.stream(stream):
+            x.fill_(math.nan)
+            torch.cuda._sleep(400_000)  # type: ignore[no-untyped-call]
+            x.copy_(right)
+            return call()
+    finally:
+        # a call that is refused leaves writes on the stream, to memory that the next case gets
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 def same_bits(found: Outputs, first: Outputs, what: str) -> None:

@@ -10,6 +10,8 @@ import twell
 from tests.gpu.strategies import BY_NAME, exact
 from twell import ops, testing
 from twell.call.functional import Strategy
+from twell.choose import tuning
+from twell.runtime import specs
 
 LIMIT = 1 << 31
 pytestmark = pytest.mark.slow
@@ -89,6 +91,9 @@ def test_weights_that_are_columns_of_a_buffer_beyond_64_gb(strategy: str) -> Non
     """Kernels that find rows by 32-bit offsets of 16 bytes would read other rows."""
     if torch.cuda.mem_get_info()[1] < 110e9:
         pytest.skip("needs a GPU with 110 GB")
+    if strategy != "row" and tuning.family(0) == specs.PORTABLE:
+        # the error of a call would hold the buffer
+        pytest.skip("so many neurons need compute capability 9.0")
     n, k = 65_536, 64
     problem = testing.integer_problem(130, k, n, density=0.008, device="cuda")
     buffer = torch.empty(n, 600_000, dtype=torch.bfloat16, device="cuda")
