@@ -357,5 +357,5 @@ def dense(case: Case, t: Operands) -> Outputs:
     out = {"y": y.detach(), "l1": l1.detach() / max(case.m, 1), "l0": l0 / max(case.m, 1)}
     if not case.wants:
         return out
-    found = _gradients(case, [(y, dy), *([(l1, torch.full_like(l1, case.dl1))] if case.l1 else [])], leaves)
+    found = _gradients(case, [(y, dy), *([(l1, torch.full_like(l1, case.dl1))] if case.aux else [])], leaves)
     return out | {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(case.wanted, found)}
