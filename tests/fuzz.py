@@ -48,13 +48,14 @@ import torch
 from tests import family
 from tests.cases.drawn import Limits, draw
 from tests.cases.judged import Result
+from tests.cases.layouts import laid_out
 from tests.cases.verdicts import attempt, chooses_anew, judge, same_bits, spoil, tensors
 from twell import testing
 from twell.choose import rates
 from twell.commands.request import RequestError, check_json
 from twell.testing.calls import caller
 from twell.testing.case import KINDS, Case
-from twell.testing.operands import build, laid_out
+from twell.testing.operands import build
 
 MOST_MISMATCHES = 10
 # rounds of threads before memory counts, and what it may gain then

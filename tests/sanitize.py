@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tests.cases.judged import Mismatch, Result
+from tests.cases.layouts import laid_out
 from tests.cases.verdicts import judge, same_bits
 from tests.fuzz import usable
 from twell import ops, testing
@@ -34,7 +35,7 @@ from twell.ops.float8 import Float8
 from twell.runtime import geometry, specs
 from twell.testing.calls import Outputs, caller
 from twell.testing.case import KINDS, Case
-from twell.testing.operands import build, laid_out
+from twell.testing.operands import build
 
 
 def _table(text: str) -> dict[str, str]:

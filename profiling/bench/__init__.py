@@ -13,7 +13,7 @@ from profiling import harness
 from twell.commands.request import exit_status
 
 # The module of a bench by its first word; without one of these, of ``layers``.
-BENCHES = ("model", "moe", "float8", "sae", "firing", "host", "adapters", "portable", "generate", "parallel")
+BENCHES = ("model", "moe", "float8", "sae", "firing", "host", "adapters", "portable", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ ffn             the forward pass of all tokens; all calls share the weights, so 
 decode          the same on each number of --m-decode, from the middle of the workload, with several copies of the
                 weights in turn, whose gates exceed L2
 train           forward and backward, with the gradients of x and of all weights; "row" and "union" are the same
-model, moe, float8, sae, firing, host, adapters, portable, generate, parallel   others, which have a --help of their own
+model, moe, float8, sae, firing, host, adapters, portable, generate   others, which have a --help of their own
 
 Layers of others are timed beside these if they can be imported: quack's fused ReGLU, and the paper's own code, from a
 checkout of SakanaAI/sparser-faster-llms in PYTHONPATH, which CUDA graphs do not capture.

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from tests.cases.drawn import Limits
+from tests.cases.layouts import laid_out, surroundings
 from tests.cases.pinned import PINNED
 from tests.cpu import fake_gpu
 from twell.runtime import geometry, specs
-from twell.testing.calls import caller, surroundings
+from twell.testing.calls import caller
 from twell.testing.case import Case
-from twell.testing.operands import build, laid_out
+from twell.testing.operands import build
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:Warning only once")]
 

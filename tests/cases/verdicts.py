@@ -16,14 +16,15 @@ from torch import Tensor
 from tests import family
 from tests.cases.formats import judge_format
 from tests.cases.judged import Mismatch, Result, difference, judge_elements, judge_reals
+from tests.cases.layouts import laid_out, surroundings
 from twell.ops.float8 import Float8
 from twell.testing import bits, comparison
 from twell.testing.bounds import solve
-from twell.testing.calls import Outputs, caller, dense, surroundings
+from twell.testing.calls import Outputs, caller, dense
 from twell.testing.case import Case
 from twell.testing.exact import EXACT_LIMIT
 from twell.testing.formula import answers, roundings
-from twell.testing.operands import Operands, build, laid_out, rounds_weighted
+from twell.testing.operands import Operands, build, rounds_weighted
 
 POISON = 0xFF
 Run = Callable[[Case, torch.device, Result], None]

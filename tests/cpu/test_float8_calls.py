@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import twell
+from tests.cases.layouts import laid_out
 from tests.cpu import fake_gpu
 from twell.ops import float8
 from twell.ops.ffn import direct
 from twell.ops.float8 import E4M3, Float8
 from twell.testing.bits import assert_same
 from twell.testing.case import Case
-from twell.testing.operands import build, laid_out
+from twell.testing.operands import build
 
 BF16 = torch.bfloat16
 M, K, N = 9, 48, 80

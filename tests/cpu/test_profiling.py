@@ -1,18 +1,10 @@
-"""How eager calls are timed, with a GPU that records; steps of several GPUs."""
-
-import json
-import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""How eager calls are timed, with a GPU that records."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from profiling import device
-from profiling.bench import parallel
 from profiling.device import Gpu
 from twell.commands.timing import Recording
 
@@ -64,30 +56,3 @@ def test_eager_calls_on_a_gpu(log: list[str], way: str, asked: list[str], monkey
     made.wait()
     # of both copies: by events, by the host for each call, by the host for all
     assert span() == pytest.approx({"queued": 3.0, "waited": 2.0, "host": 1.0}[way])
-
-
-@pytest.mark.parametrize(
-    ("loss", "norm", "red"), [(2.01, 1.04, ""), (2.03, 1.0, "loss"), (2.0, 1.06, "norm"), (2.0, math.nan, "norm")]
-)
-def test_a_step_of_several_gpus_with_another_loss_or_norm_is_red(loss: float, norm: float, red: str) -> None:
-    dense, sparse = rows = [
-        {"variant": f"{kind} eager", "ms": ms, "red": "", "loss": 2.0, "norm": 1.0}
-        for kind, ms in (("dense", 3.0), ("sparse", 2.0))
-    ]
-    sparse |= {"loss": loss, "norm": norm}
-    parallel.compare(rows)
-    assert sparse["red"].startswith(red)
-    assert bool(sparse["red"]) == bool(red)
-    assert (dense["speedup"], sparse["speedup"]) == (1.0, None if red else 1.5)
-
-
-@pytest.mark.nightly
-def test_steps_on_two_processes(root: Path, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    words = "profiling.bench parallel --config 2x32x64x2x64 --sequence 32 --micro-batch 1 --rounds 1 --device cpu --out"
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'python'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launch, *words.split(), str(tmp_path / "out.json")], check=True, env=environment)
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert {(row["mode"], row["variant"]) for row in rows if row["ms"] and not row["red"]} == {
-        (mode, f"{kind} eager") for mode in parallel.MODES for kind in ("dense", "sparse")
-    }

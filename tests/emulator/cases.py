@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tests.cases.judged import Result
+from tests.cases.layouts import laid_out, surroundings
 from tests.cases.verdicts import judge
 from tests.cpu import fake_gpu
 from tests.emulator.launch import Emulator, Schedule
 from twell.runtime import device, geometry, resolve, specs
-from twell.testing.calls import caller, surroundings
+from twell.testing.calls import caller
 from twell.testing.case import Case
-from twell.testing.operands import build, laid_out
+from twell.testing.operands import build
 
 CPU = torch.device("cpu")
 

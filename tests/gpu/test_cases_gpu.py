@@ -10,6 +10,7 @@ import torch
 from tests import family
 from tests.cases.drawn import PACKAGED_K, Limits, draw
 from tests.cases.judged import Result
+from tests.cases.layouts import laid_out
 from tests.cases.pinned import ON_GPUS, PINNED
 from tests.cases.verdicts import asks_nothing, attempt, judge, spoil, tensors
 from tests.fuzz import usable
@@ -17,7 +18,7 @@ from twell import testing
 from twell.runtime import device, geometry, host, program
 from twell.testing.calls import caller
 from twell.testing.case import KINDS, Case
-from twell.testing.operands import build, laid_out
+from twell.testing.operands import build
 
 CUDA = torch.device("cuda")
 PARTS = 32

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 import twell
+from tests.cases.layouts import laid_out
 from twell import testing
 from twell.ops import float8
 from twell.ops.e4m3 import hidden_in_float8, product, tokens_in_float8
 from twell.ops.float8 import E4M3, Float8
 from twell.testing.case import Case
-from twell.testing.operands import build, laid_out
+from twell.testing.operands import build
 
 CUDA = torch.device("cuda")
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from tests import programs
+from tests.cases.layouts import LAYOUTS
 from tests.gpu.strategies import CUDA, DTYPES
 from twell import ops, testing
 from twell.base.activation import Activation
 from twell.call import choice
 from twell.ops import reference
-from twell.testing.operands import LAYOUTS
 
 
 def gates(m: int, n: int, dtype: torch.dtype) -> Tensor:

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import twell
+from tests.cases.layouts import laid_out
 from twell import recipe
 from twell.nn.autoencoder import SparseAutoencoder
 from twell.nn.float8 import Float8MLP
 from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.testing.case import BIASES, Case
-from twell.testing.operands import build, laid_out
+from twell.testing.operands import build
 
 Operands = dict[str, Any]
 # operands with a row for each token

@@ -1,9 +1,8 @@
 """The call that a case asks for, by the public functions and modules, and what surrounds it."""
 
-import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,19 +25,6 @@ from twell.testing.operands import LORA_SCALE, Operands, largest, level_of, stat
 Outputs = dict[str, Tensor]
 
 _PROJECTIONS = {"w_gate": "gate_proj", "w_up": "up_proj", "w_down": "down_proj"}
-
-
-@contextlib.contextmanager
-def surroundings(case: Case, device: torch.device) -> Iterator[None]:
-    """Enter the case's autocast, default device and NaN-filled new memory."""
-    filled = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(case.filled or filled)
-    default = torch.device(device if device.type == "cuda" else "meta") if case.device_set else contextlib.nullcontext()
-    try:
-        with torch.autocast(device.type, case.torch_dtype, enabled=case.autocast), default:
-            yield
-    finally:
-        torch.use_deterministic_algorithms(filled)
 
 
 def caller(case: Case, t: Operands) -> Callable[[], Outputs]:
