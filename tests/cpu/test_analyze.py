@@ -221,6 +221,17 @@ def test_models_in_memory(name: str) -> None:
     assert str(analysis).splitlines()[-1] == analysis.verdict
 
 
+def test_layers_without_tokens_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """As experts that no token of the text is routed to; two stacks are told apart by whole names."""
+    layers = {name: nn.ModuleList(twell.nn.SparseMLP(16, 32) for _ in range(2)) for name in ("one", "two")}
+    stacks: Any = nn.ModuleDict(layers)
+    stacks.forward = lambda x: stacks["one"][0](x) + stacks["two"][0](x) + stacks["two"][1](x)
+    found = twell.analyze(stacks, [torch.randn(300, 16)])
+    assert [each.name for each in found.layers] == ["one.0", "two.0", "two.1"]
+    assert "no tokens came to one.1: left out" in caplog.text
+    assert [line.split()[0] for line in str(found).splitlines()[4:7]] == ["one.0", "two.0", "two.1"]
+
+
 def test_batches_and_layers_that_cannot_be_counted() -> None:
     model = Own()
     with pytest.raises(

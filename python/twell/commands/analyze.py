@@ -116,7 +116,8 @@ def _counted(loaded: saved_model.Loaded, arguments: argparse.Namespace) -> tuple
     with saved_model.progress(text.tokens, "analyze") as done:
         batches = saved_model.batches(text.sequences, arguments.batch, done)
         # logits of all tokens would be the largest tensor by far
-        return report.count(loaded.model, batches, watched, routed, getattr(loaded.model, "base_model", None)), text
+        body, whole = getattr(loaded.model, "base_model", None), arguments.save or arguments.serve
+        return report.count(loaded.model, batches, watched, routed, body, whole), text
 
 
 def _plain(arguments: argparse.Namespace, folder: Path) -> Analysis:

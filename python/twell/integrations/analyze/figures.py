@@ -1,5 +1,6 @@
 """Counts of the neurons that a layer fires, and the sparsity that they tell."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,12 +51,6 @@ class LayerSparsity:
     reason: str = ""
 
     @property
-    def label(self) -> str:
-        """Its number if that is in its name, else the name."""
-        first = next((part for part in self.name.split(".") if part.isdecimal()), "")
-        return first if first == str(self.number) else self.name or "-"
-
-    @property
     def form(self) -> str:
         """Its activation in words."""
         name, level = NAMES_OF_FAMILY[self.activation.name], self.activation.threshold
@@ -65,6 +60,12 @@ class LayerSparsity:
     def work(self) -> int:
         """Weights of its projections."""
         return (2 + self.gated) * self.k * self.n
+
+
+def labels(found: Sequence[LayerSparsity]) -> list[str]:
+    """The number of each layer, or the name of each where the first number in one of them is another."""
+    numbered = all(next(filter(str.isdecimal, at.name.split(".")), "") == str(at.number) for at in found)
+    return [str(at.number) if numbered else at.name or "-" for at in found]
 
 
 class Tally:
@@ -136,12 +137,12 @@ class Tally:
         silent = neurons - self._firing
         return union + (1 - union) * max(self._listed - self._firing, 0) / silent if silent else 1.0
 
-    def report(self, at: WatchedLayer) -> LayerSparsity:
-        """The figures of all tokens. Raises ValueError without any."""
+    def report(self, at: WatchedLayer) -> LayerSparsity | None:
+        """The figures of all tokens; None without any."""
         n, histogram = self._n, self._histogram.cpu()
         tokens = int(histogram.sum())
         if not tokens:
-            raise ValueError(f"analyze: {at.name or 'the model'} must be called with tokens, got none")
+            return None
         union = int(self._union) / (self._tiles * n) if self._tiles else None
         heaviest = None
         if self._tiles:

@@ -17,7 +17,8 @@ from twell.integrations import sparsify
 from twell.integrations.analyze import experts, layers
 from twell.integrations.analyze.calls import MOST_SHARE, PAYS, Call, Prediction, Shape, apart, most_nonzeros, predict
 from twell.integrations.analyze.experts import ExpertsSparsity, ExpertsTally
-from twell.integrations.analyze.figures import LayerSparsity, Tally
+from twell.integrations.analyze.figures import LayerSparsity, Tally, labels
+from twell.runtime.log import logger
 
 DECODE, PREFILL, TRAINING = (1, 64), (16384,), (16384,)
 # Figures of fewer tokens are said to be uncertain.
@@ -73,7 +74,7 @@ class Analysis:
     def _figures(self) -> Iterator[str]:
         rows = [
             {
-                "layer": each.label,
+                "layer": label,
                 "non-zeros": f"{each.mean:,.1f}",
                 "share": as_percent(each.mean / each.n),
                 "union": as_percent(each.union),
@@ -82,7 +83,7 @@ class Analysis:
                 "dead": as_percent(None if each.dead is None else each.dead / each.n),
                 "candidates": as_percent(each.candidates),
             }
-            for each in self.layers
+            for label, each in zip(labels(self.layers), self.layers)
         ]
         names = [name for name in rows[0] if any(row[name] != "-" for row in rows)]
         yield from aligned([names, *([row[name] for name in names] for row in rows)])
@@ -194,7 +195,7 @@ def analyze(
 
     Times are of CUDA graphs on the GPU model of the first parameter, or on an H200 by rates that ship; e4m3 layers have
     none of training. Raises ValueError or TypeError as ``sparsify_`` if there are no layers, and ValueError if a layer
-    gets no tokens, some that are not finite, or only a part of a batch.
+    gets only a part of a batch or tokens that are not finite, or none gets any; those without tokens are left out.
     """
     require("model", model, nn.Module, "an nn.Module")
     if isinstance(batches, (torch.Tensor, Mapping, str)) or not isinstance(batches, Iterable):
@@ -219,8 +220,12 @@ def count(
     watched: Sequence[layers.WatchedLayer],
     routed: Sequence[layers.WatchedExperts] = (),
     run: Callable[..., object] | None = None,
+    whole: bool = False,
 ) -> tuple[list[LayerSparsity], list[ExpertsSparsity]]:
-    """Count the layers and experts of ``model`` on batches, as ``layers.observe``."""
+    """Count the layers and experts of ``model`` on batches, as ``layers.observe``.
+
+    Layers without tokens are left out with a warning; ValueError if ``whole``, or if there are no others.
+    """
     # parts of a model may be on different devices
     tallies = [Tally(at.n, next(at.module.parameters()).device) for at in watched]
     of_experts = [ExpertsTally(at) for at in routed]
@@ -232,7 +237,13 @@ def count(
             of_experts[i - len(watched)].watch(x, *others)
 
     layers.observe(model, [*watched, *routed], batches, on_call, run)
-    reports = [tally.report(at) for tally, at in zip(tallies, watched, strict=True)]
+    made = [tally.report(at) for tally, at in zip(tallies, watched, strict=True)]
+    reports = [each for each in made if each is not None]
+    silent = [at.name for at, each in zip(watched, made) if each is None]
+    if silent and (whole or not reports):
+        raise ValueError(f"analyze: {silent[0] or 'the model'} must be called with tokens, got none")
+    if silent:
+        logger.warning("analyze: no tokens came to %s: left out", listed(silent, "and"))
     return reports, [tally.report() for tally in of_experts]
 
 
@@ -255,13 +266,13 @@ def predicted(
 def kinds(found: Sequence[LayerSparsity]) -> Iterator[str]:
     """Lines about activations and sizes."""
     by_kind: dict[tuple[str, str], list[str]] = {}
-    for each in found:
+    for label, each in zip(labels(found), found):
         name = f"{each.form} " * bool(each.tokens)
         what = f"{'gated' if each.gated else 'non-gated'} {name}layer"
         sizes = f", K = {each.k:,}, N = {each.n:,}{', e4m3' * each.float8}"
-        by_kind.setdefault((what, sizes), []).append(each.label)
-    for (what, sizes), labels in by_kind.items():
-        yield counted(len(labels), what) + sizes + (f" ({', '.join(labels)})" if len(by_kind) > 1 else "")
+        by_kind.setdefault((what, sizes), []).append(label)
+    for (what, sizes), own in by_kind.items():
+        yield counted(len(own), what) + sizes + (f" ({', '.join(own)})" if len(by_kind) > 1 else "")
 
 
 def requirement(was: str, shapes: Sequence[Shape], calls: Sequence[Call], card: Card) -> Iterator[str]:
