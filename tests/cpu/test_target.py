@@ -17,6 +17,7 @@ from recipe_models import Adapted, Waits, gate_l1
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.habits.habits import default_dtype
 from twell import recipe
 from twell.nn.layers import SparseGatedMLP, SparseMLP
 from twell.recipe import TargetSparsity, TargetThreshold, _terms
@@ -405,8 +406,9 @@ def test_training_reaches_the_target_by_a_threshold(layer: Any, nnz: int) -> Non
     before = model(x)
     threshold = target.settle()
     assert threshold == target.read()["threshold"] > 0
-    # another one may begin
-    TargetThreshold(model, nnz, 10).settle()
+    # another one may begin, whatever the default dtype
+    with default_dtype(torch.bfloat16):
+        TargetThreshold(model, nnz, 10).settle()
     assert {(mlp.activation, mlp.threshold) for mlp in recipe.layers(model).values()} == {("fatrelu", threshold)}
     torch.testing.assert_close(model(x), before)
     assert sum(float(mlp.aux.l0) for mlp in recipe.layers(model).values()) / 2 == pytest.approx(nnz, rel=0.3)

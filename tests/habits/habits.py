@@ -312,6 +312,16 @@ def default_device(where: str) -> Iterator[None]:
 
 
 @contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     try:
@@ -323,11 +333,12 @@ def deterministic() -> Iterator[None]:
 
 
 def surroundings(entry: Entry) -> None:
-    """Inference mode, another default device, deterministic algorithms change no bit; inference in float32 is dense."""
+    """Inference mode, other defaults, deterministic algorithms change no bit; inference in float32 is dense."""
     call = entry.call()
     with torch.no_grad():
         expected = results(call())
-    for context in (torch.inference_mode(), deterministic(), torch.device("meta"), default_device("meta")):
+    defaults = torch.device("meta"), default_device("meta"), default_dtype(torch.bfloat16)
+    for context in (torch.inference_mode(), deterministic(), *defaults):
         with torch.no_grad(), context:
             found = results(call())
         assert all(t.device.type == "cpu" for t in found)
@@ -343,7 +354,7 @@ def surroundings(entry: Entry) -> None:
                 same(wide(), dense())
     if "backward" not in entry.absent:
         plain = gradients(call)
-        for context in (deterministic(), default_device("meta")):
+        for context in (deterministic(), default_device("meta"), default_dtype(torch.bfloat16)):
             with context:
                 same(gradients(call), plain)
 

@@ -85,7 +85,8 @@ def decode(layer: Layer, given: Tensor, activation: Activation = RELU) -> tuple[
     neuron = kept.neurons[tile, run % chunks * geometry.CHUNK + (entries & geometry.CHUNK - 1)].long() & 0xFFFF
 
     def dense(at_entries: Tensor) -> Tensor:
-        return torch.zeros(m, n, device="cpu").index_put_((token, neuron), at_entries[:total].float())
+        values = at_entries[:total].float()
+        return values.new_zeros(m, n).index_put_((token, neuron), values)
 
     up = None if w_up is None else dense(hybrid.values(kept.entries, capacity, dtype))
     return dense((entries >> 16).short().view(dtype)), up

@@ -272,7 +272,7 @@ class TargetThreshold:
         self._begin, self._layers = _threshold_of(found), list(found.values())
         _require_below_neurons(self.nnz, model)
         devices = {layer.down_proj.weight.device for layer in self._layers}
-        self._levels = {device: torch.full((), self._begin, device=device) for device in devices}
+        self._levels = {device: torch.full((), self._begin, dtype=torch.float32, device=device) for device in devices}
         # logarithms of the threshold, of the least one, and of the first number of non-zeros
         self._state: Tensor | None = None
         self._settled = False
@@ -362,7 +362,7 @@ class TargetThreshold:
 
     def _write(self) -> None:
         """Give the layers the threshold of the state."""
-        log = torch.full((), math.nan, device="cpu") if self._state is None else self._state[0]
+        log = torch.full((), math.nan, dtype=torch.float32, device="cpu") if self._state is None else self._state[0]
         for level in self._levels.values():
             level.copy_(torch.where(log.isnan(), self._begin, log.exp()), non_blocking=True)
 
