@@ -228,7 +228,7 @@ def test_layers_without_tokens_are_left_out(caplog: pytest.LogCaptureFixture) ->
     stacks.forward = lambda x: stacks["one"][0](x) + stacks["two"][0](x) + stacks["two"][1](x)
     found = twell.analyze(stacks, [torch.randn(300, 16)])
     assert [each.name for each in found.layers] == ["one.0", "two.0", "two.1"]
-    assert "no tokens came to one.1: left out" in caplog.text
+    assert "1 layer got no tokens, the first one.1: left out" in caplog.text
     assert [line.split()[0] for line in str(found).splitlines()[4:7]] == ["one.0", "two.0", "two.1"]
 
 

@@ -1,5 +1,6 @@
 """``twell analyze`` on stacked experts: figures against plain loops, the verdict against the costs, refusals."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -143,6 +144,8 @@ def test_dense_layers_beside_other_experts(
 def test_experts_in_memory_need_no_layers() -> None:
     made = model("Mixtral", vocab_size=288, max_position_embeddings=256, hidden_act="relu")
     ids = torch.randint(288, (9, 20))
+    # no token comes to it
+    made.spare = copy.deepcopy(next(filter(stacked.is_experts, made.modules())))
     analysis = twell.analyze(made, [{"input_ids": ids}, {"input_ids": ids}])
     assert not analysis.layers
     assert [each.tokens for each in analysis.experts] == [360, 360]

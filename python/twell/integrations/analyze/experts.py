@@ -107,11 +107,11 @@ class ExpertsTally:
         touched, fired = (1 - (1 - t.double() / self._tokens) ** size for t in (self._pairs, self._fired))
         return Step(float(touched.sum()), float(fired.sum() / (touched.sum() * fired.shape[1]).clamp(min=1e-9)))
 
-    def report(self) -> ExpertsSparsity:
-        """The figures of all tokens. Raises ValueError without any."""
+    def report(self) -> ExpertsSparsity | None:
+        """The figures of all tokens; None without any."""
         at, (_, n, k) = self.watched, self.watched.weights.shape
         if not self._tokens:
-            raise ValueError(f"analyze: {at.name} must be called with tokens, got none")
+            return None
         zeros = 1 - int(self._fired.sum()) / max(int(self._pairs.sum()) * n, 1)
         counts = len(self._pairs), self._top, self._tokens, zeros, int((self._pairs > 0).sum())
         steps = {size: self._step(size) for size in STEPS}

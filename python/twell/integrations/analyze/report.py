@@ -238,13 +238,13 @@ def count(
 
     layers.observe(model, [*watched, *routed], batches, on_call, run)
     made = [tally.report(at) for tally, at in zip(tallies, watched, strict=True)]
-    reports = [each for each in made if each is not None]
-    silent = [at.name for at, each in zip(watched, made) if each is None]
-    if silent and (whole or not reports):
+    routes = [tally.report() for tally in of_experts]
+    silent = [at.name for at, each in zip([*watched, *routed], [*made, *routes], strict=True) if each is None]
+    if silent and (whole or len(silent) == len(watched) + len(routed)):
         raise ValueError(f"analyze: {silent[0] or 'the model'} must be called with tokens, got none")
     if silent:
-        logger.warning("analyze: no tokens came to %s: left out", listed(silent, "and"))
-    return reports, [tally.report() for tally in of_experts]
+        logger.warning("analyze: %s got no tokens, the first %s: left out", counted(len(silent), "layer"), silent[0])
+    return [each for each in made if each is not None], [each for each in routes if each is not None]
 
 
 def predicted(
