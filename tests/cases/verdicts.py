@@ -5,6 +5,7 @@ for it; so must a CUDA graph, which then gets other tokens. On a GPU free memory
 """
 
 import contextlib
+import dataclasses
 import math
 import time
 import traceback
@@ -346,11 +347,14 @@ def judge_beside_dense(case: Case, o: Operands, y: Tensor, right: Tensor, nonzer
     """Raise Mismatch unless y is as close to float64 as dense products of each expert are."""
     if not y.numel() or not bool(right.to(y.dtype).isfinite().all()):
         return
-    # a shared expert is one of all, which rounds once less
+    # a shared expert is one of all here; beside them, it is added to their sum, rounded
     usual = {"lead": 0, "x_layout": "plain", "down_layout": "rows", "autocast": False, "shared": False, "merged": False}
     plain = case.replace(strategy="dense", **usual)
     ours = comparison.errors(y.reshape(right.shape), right)
     theirs = comparison.errors(caller(plain, laid_out(plain, o))()["y"], right)
+    if case.shared:
+        once = comparison.errors(right.to(y.dtype), right)
+        theirs = comparison.Errors(*map(math.hypot, dataclasses.astuple(theirs), dataclasses.astuple(once)))
     # of few hidden values, chance decides
     budget = 1.1 * comparison.allowance(min(nonzeros, case.m * case.slots / 16))
     close = ours.frobenius < 2**-6 if case.scales else theirs.frobenius < 2**-12 and ours.frobenius < 2**-8

@@ -69,6 +69,11 @@ class Value(NamedTuple):
         again = half_step(half, dtype)
         return self._replace(off=self.off + again, square=self.square + again.square() / 3)
 
+    def before(self, bias: Tensor | None, dtype: torch.dtype) -> Value:
+        """As PyTorch may do by some strides, round the product before it adds the bias."""
+        half = 0 if bias is None else half_step((self.right - bias).abs() + self.off, dtype)
+        return self._replace(off=self.off + half, square=self.square + half**2 / 3)
+
     def where(self, mask: Tensor, other: Value | None = None) -> Value:
         """Zeros, or ``other``, where ``mask`` does not hold."""
         return Value(*(torch.where(mask, a, 0 if other is None else b) for a, b in zip(self, other or self)))
@@ -257,6 +262,7 @@ def solve(case: Case, o: Operands) -> Right:
         gate, kept = exact(o["gate"].double()), o["gate"]
     else:
         gate = summed(tokens, o[f"w_{first}"], o.get(f"b_{first}"))
+        gate = gate if case.is_sparse else gate.before(o.get(f"b_{first}"), dtype)
         kept = gate.right.to(dtype)
     active = largest(kept, case.top) if case.top else gate.right > level_of(case, kept.device)
     gate = (gate if case.kind == "given" else gate.rounded(dtype)).where(active)
@@ -266,7 +272,7 @@ def solve(case: Case, o: Operands) -> Right:
     if squares:
         hidden = gate.squared()
     if up is not None:
-        hidden = hidden.times(fired(case, up if case.is_sparse else up.rounded(dtype)))
+        hidden = hidden.times(fired(case, up if case.is_sparse else up.before(o.get("b_up"), dtype).rounded(dtype)))
     if up is not None or squares:
         if rounds_hidden(case, tokens.device):
             hidden = hidden.rounded(dtype)
@@ -274,7 +280,12 @@ def solve(case: Case, o: Operands) -> Right:
     if "w_down" in o:
         known = squared_error(gate, dtype).where(active, 0) if squares and up is None else None
         down, bias = Product(hidden, o["w_down"].t().double(), known), o.get("b_down")
-        answers["y"] = Bounded.of([down], dtype, alike, by_token=True, longest=longest(case), bias=bias)
+        y = Bounded.of([down], dtype, alike, by_token=True, longest=longest(case), bias=bias)
+        if not case.is_sparse:
+            last = exact(y.value).before(bias, dtype)
+            usual = (y.usual.square() + last.square.sum()).sqrt()
+            y = dataclasses.replace(y, bound=y.bound + last.off.norm(dim=1), usual=usual)
+        answers["y"] = y
     if case.wants:
         answers |= gradients(case, o, alike, gate, up)
     if squares:
