@@ -331,7 +331,9 @@ def test_memory_of_figures_is_reused_and_never_freed(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(measurement.device, "relaxed_capture", contextlib.nullcontext)
     memory = measurement._MEMORY
     memory.clear()
-    first = measurement.Transfer(torch.tensor([1, 2]))
+    # an evaluation before training
+    with torch.inference_mode():
+        first = measurement.Transfer(torch.tensor([1, 2]))
     assert not first.arrived()
     done.add(first._event)
     assert first.arrived()

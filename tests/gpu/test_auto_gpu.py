@@ -167,6 +167,18 @@ def test_a_layer_comes_to_screen(gated: bool, training: bool, topic: FFN, monkey
         testing.assert_same(mlp(topic.x), named(topic.x), "y")
 
 
+def test_training_after_an_evaluation_in_inference_mode(topic: FFN) -> None:
+    """What measures keeps no tensor of that mode, which training could not change."""
+    mlp = module(topic, "auto")
+    for _ in range(4):
+        with torch.inference_mode():
+            mlp(topic.x)
+        torch.cuda.synchronize()
+        mlp(topic.x).float().square().mean().backward()
+    trained = {row.strategy for row in twell.explain(mlp).rows if row.kind == "training"}
+    assert trained and trained <= {"union", "union+screen"}
+
+
 def test_figures_that_arrive_in_a_capture(topic: FFN) -> None:
     """The stream that measured captures a graph, which reads the figures; torch's pinned memory stays usable."""
     mlp, x, stream = module(topic, "auto"), topic.x[:256], torch.cuda.Stream()

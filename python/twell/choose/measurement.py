@@ -24,7 +24,9 @@ def _memory() -> Tensor:
         if event.query():
             return memory
         _MEMORY.insert(0, (event, memory))
-    return torch.empty(4, dtype=torch.int64, pin_memory=True, device="cpu")
+    # which calls outside of inference mode write to as well
+    with torch.inference_mode(False):
+        return torch.empty(4, dtype=torch.int64, pin_memory=True, device="cpu")
 
 
 class Transfer:
