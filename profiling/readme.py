@@ -203,8 +203,11 @@ def beside_others() -> str:
     layers = [figures.measured(name, op) for op in figures.OPS for name in figures.LAYERS]
     few = [row["us"]["dense"] / row["us"]["auto"] for row in result("decode")["rows"] if row["m"] <= 16]
     fp8 = [(fastest(of, FP8), of['"auto"']) for of in e4m3_layers("float8")]
-    papers = by_case(result("paper_code")["rows"], "workload").values()
-    paper = [(of[f"paper{op}"], of[op.strip() or "ffn"]) for of in papers for op in ("", " train")]
+    named = by_case(result("paper_code")["rows"], "workload").values()
+    quack, paper = (
+        [(of[f"{other}{op}"], of[op.strip() or "ffn"]) for of in named for op in ("", " train")]
+        for other in ("quack", "paper")
+    )
     own, mixture = ([r for r in result(name)["rows"] if r["variant"] == '"auto"'] for name in ("sae", "experts"))
     lora = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
     served = []
@@ -244,6 +247,11 @@ def beside_others() -> str:
             "vLLM without twell, a whole step",
             "`engine_small`, `engine_large`: drawn, 0.5 % fire, 1 to 64 sequences, the GPU's time",
             [served],
+        ),
+        (
+            "quack 0.6.5, a layer with a fused epilogue",
+            "`paper_code`: the layers of the first row, forward and training",
+            [[a[way] / b[way] for a, b in quack] for way in ("ms", "queued_ms", "waited_ms")],
         ),
         (
             "the paper's code, where it was right",
