@@ -272,8 +272,8 @@ def relufied(text: Path, dense: Callable[[str], Path], tmp_path: Path) -> Callab
     ("kind", "activation", "more"),
     [
         ("llama", "fatrelu", ["--distill", 0.5]),
-        ("gemma", "relu2", ["--distill", 0.5]),
-        ("phi", "relu", ["--strategy", "union"]),
+        pytest.param("gemma", "relu2", ["--distill", 0.5], marks=pytest.mark.nightly),
+        pytest.param("phi", "relu", ["--strategy", "union"], marks=pytest.mark.nightly),
     ],
 )
 def test_dense_models_become_sparse(
@@ -313,6 +313,7 @@ def test_dense_models_become_sparse(
     assert transformers.AutoTokenizer.from_pretrained(final).eos_token_id is not None
 
 
+@pytest.mark.nightly
 def test_a_moving_threshold_goes_on_and_dense_reads_the_same_text(
     relufied: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

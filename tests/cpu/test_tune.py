@@ -197,6 +197,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "KINDS", {kind: ((), of) for kind, of in counts.items()})
     monkeypatch.setattr(tune, "FEW", (1,))
     monkeypatch.setattr(tune, "LEAST_SCREENED", 130)
+    monkeypatch.setattr(tune, "LEAST_ROUNDS", 2)
+    monkeypatch.setattr(timing, "WARM_ROUNDS", 1)
     monkeypatch.setattr(tune, "PATTERNS", {name: tune.PATTERNS[name] for name in ("uniform", "wide", "tenth", "dense")})
     monkeypatch.setattr(tune, "gpu", lambda name: timing.Device())
     monkeypatch.setattr(testing, "machine_line", lambda *_: MACHINE)

@@ -22,11 +22,12 @@ from twell.testing.operands import build
 CPU = torch.device("cpu")
 
 
-def read(section: str) -> list[str]:
-    """The lines of a section of ``cases.txt``."""
+def read(section: str) -> list[Any]:
+    """The lines of a section of ``cases.txt``. Those whose reason is "nightly" have the mark."""
     text = Path(__file__).with_suffix(".txt").read_text()
     (found,) = re.findall(rf"(?m)^\[{section}\].*\n((?:[^\[].*\n)+)", text)
-    return [line for line in found.splitlines() if line[0] != "#"]
+    lines = [line for line in found.splitlines() if line[0] != "#"]
+    return [pytest.param(line, marks=pytest.mark.nightly) if "# nightly" in line else line for line in lines]
 
 
 def numbered(line: str) -> tuple[int, str]:
