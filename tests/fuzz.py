@@ -24,6 +24,7 @@ shares of the bounds, mismatches. Exit status 1 after mismatches or where memory
 import argparse
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import math
@@ -147,7 +148,9 @@ def repeat(case: Case, device: torch.device, result: Result, calls: int) -> None
 
 
 def megabytes(device: torch.device) -> dict[str, float]:
-    """Memory of torch on the GPU, and of the process."""
+    """Memory of torch on the GPU, and of the process without what its allocator keeps for later."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     on_gpu = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     return {"GPU": on_gpu / 1e6, "host": pages * os.sysconf("SC_PAGE_SIZE") / 1e6}
