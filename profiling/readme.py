@@ -204,10 +204,8 @@ def beside_others() -> str:
     few = [row["us"]["dense"] / row["us"]["auto"] for row in result("decode")["rows"] if row["m"] <= 16]
     fp8 = [(fastest(of, FP8), of['"auto"']) for of in e4m3_layers("float8")]
     named = by_case(result("paper_code")["rows"], "workload").values()
-    quack, paper = (
-        [(of[f"{other}{op}"], of[op.strip() or "ffn"]) for of in named for op in ("", " train")]
-        for other in ("quack", "paper")
-    )
+    pairs = [(of, op, of[op.strip() or "ffn"]) for of in named for op in ("", " train")]
+    quack, paper = ([(of[f"{other}{op}"], own) for of, op, own in pairs] for other in ("quack", "paper"))
     own, mixture = ([r for r in result(name)["rows"] if r["variant"] == '"auto"'] for name in ("sae", "experts"))
     lora = [row for row in result("adapters")["rows"] if row["adapters"] != "none"]
     served = []

@@ -1,6 +1,7 @@
 """Counting non-zeros and compacting: exact bits, torch's handling of modules."""
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 import torch
 from ffns import Fused, Meta, UpFirst
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import twell
 from twell import testing
@@ -188,6 +189,35 @@ def test_calls_in_a_checkpoint_count_once(how: str) -> None:
             checkpoint(block, p.x.clone().requires_grad_(), use_reentrant=how == "reentrant").sum().backward()
     assert firing[""].tokens == 2 * M
     assert torch.equal(firing[""].counts, 2 * fired(p))
+
+
+class Dropping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(nn.functional.dropout(x, 0.5), self.weight, self.bias)
+
+
+@pytest.mark.parametrize("how", ["plain", "saved products"])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_recomputation_repeats_a_counted_call(how: str, own: bool) -> None:
+    """Counting draws no number and saves no product that the recomputation of a checkpoint would take for its own."""
+    torch.manual_seed(0)
+    mlp, x = SparseGatedMLP(64, 256, strategy="dense"), torch.randn(32, 64)
+    if own:
+        mlp.gate_proj = Dropping(64, 256)  # type: ignore[assignment]
+    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    more: dict[str, Any] = {"context_fn": policy} if how == "saved products" else {}
+    found = []
+    for checkpointed in (False, True):
+        mlp.zero_grad()
+        torch.manual_seed(1)
+        tracker = twell.recipe.SparsityTracker(mlp, every=1)
+        with twell.count_firing(mlp) as firing, tracker.watch(0):
+            y = checkpoint(mlp, x, use_reentrant=False, **more) if checkpointed else mlp(x)
+            y.square().sum().backward()
+        tracker.close()
+        found.append([firing[""].totals, *(p.grad for p in mlp.parameters())])
+    for ours, right in zip(*found):
+        torch.testing.assert_close(ours, right)
 
 
 def test_counts_the_layers_of_a_model() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twell.choose import rates
-from twell.runtime import device, geometry
+from twell.runtime import device, geometry, modes
 
 # Pinned memory of transfers that are no more, and the event behind each. It is never freed: torch would record an event
 # in the stream that used it, and one that is recorded while the stream captures a graph fails when torch looks at it.
@@ -67,7 +67,7 @@ class Measurement(NamedTuple):
     @torch.no_grad()
     def dense(self, gate: Tensor, threshold: float = 0.0, candidates: Tensor | None = None) -> None:
         """Leave the figures of a dense gate [..., N], before or after its activation: what is above ``threshold``."""
-        with beside_captures(gate):
+        with beside_captures(gate), modes.unseen():
             m, n = self.problem.m, self.problem.n
             silent, whole = gate.reshape(-1, n) <= threshold, m // geometry.TOKEN_TILE
             tiles = silent[: whole * geometry.TOKEN_TILE].view(whole, geometry.TOKEN_TILE, n)
@@ -90,7 +90,7 @@ class Measurement(NamedTuple):
         8 consecutive tokens that have the most. ``candidates`` is how many neurons the screen lists for each tile.
         """
         whole = self.problem.m // geometry.TOKEN_TILE
-        with beside_captures(nonzeros):
+        with beside_captures(nonzeros), modes.unseen():
             values = {"nonzeros": nonzeros.long()}
             # a partial tile has a smaller union
             for name, of_tiles in (("unions", unions), ("candidates", candidates)):

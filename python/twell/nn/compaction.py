@@ -115,10 +115,12 @@ def count_call(mlp: MLP, x: Tensor, totals: Tensor) -> None:
         # autocast may have ended meanwhile
         weight, bias = cast(map(whole, (weight, bias)), x.dtype)
     tokens, fired = x.reshape(-1, x.shape[-1]), torch.zeros_like(totals[:-1])
-    for chunk in torch.split(tokens, max(1, CHUNK_GATES // len(fired))):
-        # the projection may be more than its weight: an adapter, say
-        values = F.linear(chunk, weight, bias) if plain else mlp._gate(as_parameters(mlp, chunk))
-        fired += (activation_of("fatrelu", mlp.threshold).after(values) != 0).sum(0)
+    # the recomputation of a checkpoint counts nothing: what it repeats may not see this, nor numbers drawn here
+    with modes.unseen(), torch.random.fork_rng([x.device] * (x.is_cuda and not modes.capturing(x)), enabled=not plain):
+        for chunk in torch.split(tokens, max(1, CHUNK_GATES // len(fired))):
+            # the projection may be more than its weight: an adapter, say
+            values = F.linear(chunk, weight, bias) if plain else mlp._gate(as_parameters(mlp, chunk))
+            fired += (activation_of("fatrelu", mlp.threshold).after(values) != 0).sum(0)
     totals[:-1] += fired
     totals[-1] += tokens.shape[0]
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -98,6 +99,11 @@ def function_modes() -> list[type]:
 
 def dispatched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def unseen() -> Any:
+    """A context whose operators no dispatch mode sees: selective checkpoints pair those of both forward passes."""
+    return _disable_current_modes()
 
 
 def undisturbed() -> bool:

@@ -283,7 +283,7 @@ def solve(case: Case, o: Operands) -> Right:
         y = Bounded.of([down], dtype, alike, by_token=True, longest=longest(case), bias=bias)
         if not case.is_sparse:
             last = exact(y.value).before(bias, dtype)
-            usual = (y.usual.square() + last.square.sum()).sqrt()
+            usual = (y.usual**2 + last.square.sum()).sqrt()
             y = dataclasses.replace(y, bound=y.bound + last.off.norm(dim=1), usual=usual)
         answers["y"] = y
     if case.wants:
