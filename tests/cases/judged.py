@@ -60,10 +60,10 @@ def judge_reals(
     # where dense PyTorch overflows to infinity, there is no error to compare with
     if references and all(bool(t.isfinite().all()) for t in references):
         theirs = max(float(error_of(t.detach().reshape(value.shape), value, dtype).norm()) for t in references)
-        if not case.is_sparse:
+        if count >= MANY and theirs:
+            allowed = min(usual, theirs) if case.is_sparse else theirs
+        elif not case.is_sparse:
             allowed = max(usual, theirs)
-        elif count >= MANY and theirs:
-            allowed = min(usual, theirs)
     norm = float(error.norm()) / max(comparison.BUDGET * (1 + comparison.LUCK / math.sqrt(count)) * allowed, tiny)
     result.ratios[name] = max(rows, norm)
     if not rows <= 1:

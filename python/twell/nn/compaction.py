@@ -115,7 +115,7 @@ def count_call(mlp: MLP, x: Tensor, totals: Tensor) -> None:
         # autocast may have ended meanwhile
         weight, bias = cast(map(whole, (weight, bias)), x.dtype)
     tokens, fired = x.reshape(-1, x.shape[-1]), torch.zeros_like(totals[:-1])
-    # the recomputation of a checkpoint counts nothing: what it repeats may not see this, nor numbers drawn here
+    # a checkpoint's recomputation does not count: it must find the products and random numbers of the layer alone
     with modes.unseen(), torch.random.fork_rng([x.device] * (x.is_cuda and not modes.capturing(x)), enabled=not plain):
         for chunk in torch.split(tokens, max(1, CHUNK_GATES // len(fired))):
             # the projection may be more than its weight: an adapter, say

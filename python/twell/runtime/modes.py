@@ -18,6 +18,8 @@ PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 compiling = torch.compiler.is_compiling
 functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# A context whose operators no dispatch mode sees. Selective checkpoints match those of a recomputation by their order.
+unseen: Callable[[], Any] = _disable_current_modes
 stream_captures: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 # Whether an operator in a backward graph may add to views: before torch 2.13 inductor adds the offset of a view twice,
@@ -99,11 +101,6 @@ def function_modes() -> list[type]:
 
 def dispatched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
-
-
-def unseen() -> Any:
-    """A context whose operators no dispatch mode sees: selective checkpoints pair those of both forward passes."""
-    return _disable_current_modes()
 
 
 def undisturbed() -> bool:
